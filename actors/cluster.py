@@ -1,0 +1,157 @@
+"""From a configuration to a running set of actors: connect to Ray, check that it fits, wire the coordinator."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import ray.data
+from transformers import AutoTokenizer
+
+from actors.coordinator import Coordinator, Event
+from actors.gang import LearnerGang, thread_variables
+from actors.generator import Generator
+from actors.pool import GeneratorPool
+from actors.publisher import AsLoaded, WeightPublisher
+from rtpo_ray import algorithms, environments
+from rtpo_ray.config import Config
+from rtpo_ray.engines.base import Engine
+from rtpo_ray.engines.vllm import VllmEngine
+from rtpo_ray.episodes.contexts import ChatTemplate
+from rtpo_ray.episodes.episode import EpisodeSettings
+from rtpo_ray.errors import ConfigError
+
+
+@contextmanager
+def connect(config: Config) -> Iterator[None]:
+    """A connection to the configured cluster, or a local one that ends with the block. Raises ConfigError when the run cannot fit."""
+    address = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
+    if address:
+        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+    else:
+        ray.init(address="local", num_cpus=config.cluster.local_cpus or os.cpu_count(), include_dashboard=config.cluster.dashboard,
+                 log_to_driver=True, logging_level=logging.WARNING)
+    try:
+        check_placement(config, ray.cluster_resources())
+        yield
+    finally:
+        ray.shutdown()
+
+
+def check_placement(config: Config, resources: dict[str, float]) -> None:
+    """Whether learner and generators fit the whole cluster. Raises ConfigError with what is missing."""
+    learner, generators = config.learner, config.generators
+    for kind, each_rank, each_generator in (("CPU", learner.cpus, generators.cpus), ("GPU", learner.gpus, generators.gpus)):
+        need, have = learner.ranks * each_rank + generators.count * each_generator, resources.get(kind, 0)
+        if need > have:
+            raise ConfigError(f"field learner.ranks is {learner.ranks} (x {each_rank:g} {kind}) and generators.count is {generators.count} "
+                              f"(x {each_generator:g} {kind}): {need:g} {kind}s do not fit the cluster's {have:g}")
+
+
+def run_events(config: Config, model_path: str, folder: str) -> Iterator[Event]:
+    """Train on the connected cluster; the coordinator's events as they happen. Raises the first error of whoever failed."""
+    coordinator = _spawn_coordinator(config, model_path, learn=True)
+    with root_cause():
+        for ref in coordinator.run.options(num_returns="streaming").remote(folder):
+            yield ray.get(ref)
+
+
+def evaluate(config: Config, model_path: str) -> Event:
+    """One evaluation of the model as it is."""
+    coordinator = _spawn_coordinator(config, model_path, learn=False)
+    with root_cause():
+        for ref in coordinator.evaluate.options(num_returns="streaming").remote(0):
+            event: Event = ray.get(ref)
+            return event
+    raise ConfigError("field run.eval_tasks is 0; expected at least 1 to evaluate")
+
+
+@contextmanager
+def root_cause() -> Iterator[None]:
+    """Raise what went wrong itself, from the chain of remote errors that carried it here."""
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        cause: BaseException = error
+        while (inner := getattr(cause, "cause", None) or cause.__cause__) is not None and inner is not cause:
+            cause = inner
+        if cause is error:
+            raise
+        raise cause from error
+
+
+def _spawn_coordinator(config: Config, model_path: str, learn: bool) -> Any:
+    return ray.remote(CoordinatorActor).options(name="rtpo-coordinator", num_cpus=0, max_restarts=0, max_concurrency=2).remote(config, model_path, learn)
+
+
+class CoordinatorActor(Coordinator):
+    """A coordinator that makes its own collaborators, in its own process: they end when it ends."""
+
+    def __init__(self, config: Config, model_path: str, learn: bool) -> None:
+        quiet_ray_data()
+        algorithm = algorithms.build(config.algorithm)
+        pool = ray.remote(GeneratorPool).options(name="rtpo-generator-pool", num_cpus=0, max_concurrency=1000).remote(
+            _GeneratorSpawner(config, model_path), config.generators.count, config.cluster.start_timeout)
+        filling = pool.fill.remote(0)  # engines start while the learner loads
+        gang = LearnerGang(config, model_path, algorithm.objective) if learn else None
+        ray.get(filling, timeout=config.cluster.start_timeout + 60)
+        publisher = AsLoaded(pool) if gang is None else WeightPublisher(
+            gang, pool, config.weights, temperature=config.sampling.temperature, device="cuda" if config.generators.gpus else "cpu",
+            probe_context=probe_context(config, model_path))
+        super().__init__(config=config, algorithm=algorithm, pool=pool, gang=gang, publisher=publisher)
+
+
+class _GeneratorSpawner:
+    """Makes generator actors by name; pickled into the pool."""
+
+    def __init__(self, config: Config, model_path: str) -> None:
+        self._config, self._model_path = config, model_path
+
+    def __call__(self, name: str) -> Any:
+        generators = self._config.generators
+        return ray.remote(GeneratorActor).options(
+            name=name, num_cpus=generators.cpus, num_gpus=generators.gpus, max_restarts=0, max_concurrency=1000,
+            runtime_env={"env_vars": thread_variables(generators.threads)}).remote(name, self._config, self._model_path)
+
+
+class GeneratorActor(Generator):
+    """A generator on a vLLM engine."""
+
+    def __init__(self, name: str, config: Config, model_path: str) -> None:
+        generators = config.generators
+
+        def make_engine() -> Engine:
+            return VllmEngine(
+                model_path, dtype=config.model.dtype, max_model_len=generators.max_model_len, max_num_seqs=generators.max_num_seqs,
+                kv_cache_mb=generators.kv_cache_mb, gpu_memory_utilization=generators.gpu_memory_utilization, threads=generators.threads)
+
+        super().__init__(
+            name=name, make_engine=make_engine, make_environment=lambda: environments.build(config.environment),
+            template=ChatTemplate(AutoTokenizer.from_pretrained(model_path)), settings=episode_settings(config),
+            overlong=config.sampling.overlong, concurrency=4 * generators.max_num_seqs)
+
+
+def episode_settings(config: Config) -> EpisodeSettings:
+    return EpisodeSettings(
+        max_turns=config.environment.max_turns, context=config.environment.context, max_response_tokens=config.sampling.max_response_tokens,
+        max_model_len=config.generators.max_model_len, step_timeout=config.environment.step_timeout)
+
+
+def probe_context(config: Config, model_path: str) -> list[int]:
+    """The first context of the first held-out task, as far as the engine can hold it."""
+    template = ChatTemplate(AutoTokenizer.from_pretrained(model_path))
+    environment = environments.build(config.environment)
+    first = environment.reset(0)
+    messages = [{"role": "user", "content": first.text}]
+    ids = template.encode(template.render(messages, environment.tools(), prompt=True))
+    return ids[-(config.generators.max_model_len - config.weights.probe_tokens):]
+
+
+def quiet_ray_data() -> None:
+    """No progress bars and no line an execution: a run has four executions a sweep."""
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)

@@ -1,0 +1,81 @@
+"""The learner gang: FSDP2 ranks in one placement group, driven as one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.learner import LearnerRank
+from pipelines.counts import StageCounts
+from rtpo_ray.algorithms.base import ClippedSurrogate
+from rtpo_ray.config import Config
+from rtpo_ray.policy.learner import UpdateResult
+
+
+class LearnerGang:
+    """Args:
+    config: the whole configuration; the gang needs its learner, model and weights sections.
+    model_path: Hugging Face folder or name.
+    objective: what the ranks maximise.
+    """
+
+    def __init__(self, config: Config, model_path: str, objective: ClippedSurrogate) -> None:
+        learner = config.learner
+        self._timeout = learner.timeout
+        bundle = {"CPU": learner.cpus, "GPU": learner.gpus}
+        self._group = placement_group([{k: v for k, v in bundle.items() if v}] * learner.ranks, strategy="PACK", name="rtpo-learners")
+        if not self._group.wait(config.cluster.start_timeout):
+            raise TimeoutError(f"placement of {learner.ranks} learner ranks ({bundle} each) not granted within cluster.start_timeout "
+                               f"({config.cluster.start_timeout:g} s); the cluster has {ray.available_resources()}")
+        self.ranks = [self._spawn(config, model_path, objective, rank) for rank in range(learner.ranks)]
+        where = ray.get(self.ranks[0].rendezvous.remote(), timeout=config.cluster.start_timeout)
+        ray.get([rank.setup.remote(where) for rank in self.ranks], timeout=config.cluster.start_timeout)
+        self._next = itertools.cycle(self.ranks)
+
+    def _spawn(self, config: Config, model_path: str, objective: ClippedSurrogate, rank: int) -> Any:
+        learner = config.learner
+        return ray.remote(LearnerRank).options(
+            name=f"rtpo-learner-{rank}", num_cpus=learner.cpus, num_gpus=learner.gpus, max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
+            runtime_env={"env_vars": thread_variables(learner.threads)},
+        ).remote(rank=rank, world_size=learner.ranks, model_path=model_path, dtype=config.model.dtype, config=learner, weights=config.weights,
+                 objective=objective, temperature=config.sampling.temperature, device="cuda" if learner.gpus else "cpu")
+
+    def feed(self, block: ray.ObjectRef) -> ray.ObjectRef:
+        """Hand one block of samples to the next rank; the reference is to its StageCounts."""
+        return next(self._next).receive.remote(block)
+
+    def counts(self, fed: Sequence[ray.ObjectRef]) -> StageCounts:
+        """Sum of the counts of everything fed."""
+        return sum(ray.get(list(fed), timeout=self._timeout), StageCounts())
+
+    def update(self, n_groups: int, seed: int) -> UpdateResult:
+        """One update on all that was fed; the ranks agree on the result."""
+        return self._all("update", n_groups, seed)[0]
+
+    def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
+        return self._all("score", sequences)[0]
+
+    def export(self, path: str) -> None:
+        self._all("export", path)
+
+    def save_checkpoint(self, path: str) -> None:
+        self._all("save_checkpoint", path)
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return ray.get([getattr(rank, method).remote(*args) for rank in self.ranks], timeout=self._timeout)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            ray.kill(rank)
+        remove_placement_group(self._group)
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """Environment of a process that computes on CPUs: spinning OpenMP threads on shared cores collapse to a crawl."""
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,0 +1,133 @@
+"""The generator: one sampling engine that plays whole episodes, many at once.
+
+Episodes, environment steps and the engine share one event loop in a thread of their own, so a rollout whose turn ends
+joins the engine's next batch at once, while the actor itself keeps answering. Between stages it takes new weights from the
+weight channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pyarrow as pa
+
+from pipelines.collect import Ask
+from pipelines.rows import groups_to_table, rollouts_to_table, table_to_tasks
+from rtpo_ray.engines.base import Engine
+from rtpo_ray.environments.base import Environment
+from rtpo_ray.episodes.contexts import ChatTemplate
+from rtpo_ray.episodes.episode import Episode, EpisodeSettings
+from rtpo_ray.types import Boundary, Completion, Group, Rollout, Sampling, derive_seed
+from rtpo_ray.weights.channel import WeightChannel
+
+
+class Generator:
+    """Args:
+    name: for the dashboard and error messages.
+    make_engine: builds the engine, in the thread that will use it.
+    make_environment: builds a fresh environment an episode.
+    template: the model's chat template.
+    concurrency: episodes in flight at once.
+    """
+
+    def __init__(self, *, name: str, make_engine: Callable[[], Engine], make_environment: Callable[[], Environment], template: ChatTemplate,
+                 settings: EpisodeSettings, overlong: str, concurrency: int) -> None:
+        self._name, self._make_environment, self._template = name, make_environment, template
+        self._settings, self._overlong, self._concurrency = settings, overlong, concurrency
+        self._channel: WeightChannel | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
+        self._engine = asyncio.run_coroutine_threadsafe(_call(make_engine), self._loop).result()
+
+    def __repr__(self) -> str:
+        return f"Generator({self._name})"
+
+    async def ready(self) -> str:
+        """Answers once the engine is up."""
+        return self._name
+
+    async def episodes(self, tasks: pa.Table, ask: Ask) -> pa.Table:
+        """TASKS rows to ROLLOUTS rows, `ask.count` episodes a task."""
+        runs = [self._trunk(task, trunk, ask) for task in table_to_tasks(tasks) for trunk in range(ask.count)]
+        return rollouts_to_table(await self._gather(runs))
+
+    async def siblings(self, requests: pa.Table, ask: Ask) -> pa.Table:
+        """REQUESTS rows to GROUPS rows, `ask.count` siblings a boundary, each continued to the end by the same weights."""
+        rows = requests.to_pylist()
+        boundaries = [Boundary(**row["boundary"]) for row in rows]
+        runs = [self._sibling(row["group_id"], row["task_id"], boundary, index, ask)
+                for row, boundary in zip(rows, boundaries, strict=True) for index in range(ask.count)]
+        rollouts = await self._gather(runs)
+        return groups_to_table(
+            Group(group_id=row["group_id"], task_id=row["task_id"], turn=boundary.turn, siblings=tuple(rollouts[i * ask.count:(i + 1) * ask.count]))
+            for i, (row, boundary) in enumerate(zip(rows, boundaries, strict=True)))
+
+    async def join_channel(self, name: str, rank: int, world_size: int, host: str, port: int, device: str, timeout: float, bucket_bytes: int) -> None:
+        """Become receiver `rank` of the weight channel `name`; returns when every rank is there."""
+        def join() -> None:
+            if self._channel is not None:
+                self._channel.close()
+            self._channel = WeightChannel(name, rank, world_size, host, port, device, timeout, bucket_bytes)
+        await self._run(_call(join))
+
+    async def receive_weights(self) -> tuple[int, str, float]:
+        """Take the weights that are being sent: (version now served, hash of what arrived, seconds)."""
+        return await self._run(_call(self._receive))
+
+    async def probe(self, context_ids: list[int], max_tokens: int, temperature: float, seed: int) -> Completion:
+        """A short sample whose log-probabilities the learner scores again."""
+        sampling = Sampling(temperature=temperature, max_tokens=max_tokens, stop_token_ids=(), seed=seed)
+        return await self._run(self._engine.generate(context_ids, sampling))
+
+    def _receive(self) -> tuple[int, str, float]:
+        started = time.perf_counter()
+        assert self._channel is not None, f"{self._name} was asked to receive weights before it joined a channel"
+        incoming = self._channel.receive()
+        self._engine.load_weights(incoming.tensors(), incoming.version)
+        return self._engine.weight_version, incoming.hash, time.perf_counter() - started
+
+    async def _trunk(self, task: Any, trunk: int, ask: Ask) -> Rollout:
+        rollout_id = f"{task.task_id}/{trunk}"
+        return await self._guard(rollout_id, task.task_id, ask, lambda episode: episode.reset(task), derive_seed(ask.seed, rollout_id))
+
+    async def _sibling(self, group_id: str, task_id: str, boundary: Boundary, index: int, ask: Ask) -> Rollout:
+        rollout_id = f"{group_id}/{index}"
+        return await self._guard(rollout_id, task_id, ask, lambda episode: episode.restore(boundary), derive_seed(ask.seed, rollout_id))
+
+    async def _guard(self, rollout_id: str, task_id: str, ask: Ask, begin: Callable[[Episode], None], seed: int) -> Rollout:
+        """One episode; whatever environment, template or engine raise costs this rollout alone and is kept as its failure."""
+        try:
+            episode = Episode(self._make_environment, self._template, self._settings)
+            begin(episode)
+            rollout = await episode.run(self._engine, rollout_id=rollout_id, task_id=task_id, seed=seed,
+                                        temperature=ask.temperature, keep_boundaries=ask.keep_boundaries)
+            if rollout.end == "overlong" and not rollout.turns and self._overlong == "error":
+                raise ValueError(f"the first context leaves no room for a response in generators.max_model_len ({self._settings.max_model_len}); "
+                                 "raise it, or set sampling.overlong=drop to count and skip such tasks")
+        except Exception as error:
+            return Rollout(rollout_id=rollout_id, task_id=task_id, turns=(), end="failed", failure=f"{type(error).__name__}: {error}")
+        return rollout
+
+    async def _gather(self, runs: list[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:
+        gate = asyncio.Semaphore(self._concurrency)
+
+        async def one(run: Coroutine[Any, Any, Rollout]) -> Rollout:
+            async with gate:
+                return await run
+
+        async def everything() -> list[Rollout]:
+            return await asyncio.gather(*(one(run) for run in runs))
+
+        return await self._run(everything())
+
+    async def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Do `work` on the episode loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+async def _call(function: Callable[[], Any]) -> Any:
+    return function()

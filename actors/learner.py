@@ -1,0 +1,106 @@
+"""One rank of the learner gang: the plain `Learner` behind an actor, plus the sending end of the weight channel."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+
+import pyarrow as pa
+import ray
+import torch.distributed as dist
+
+from pipelines.counts import StageCounts, count_stage
+from pipelines.credit import samples_to_train
+from rtpo_ray.algorithms.base import ClippedSurrogate
+from rtpo_ray.config import LearnerConfig, WeightsConfig
+from rtpo_ray.policy.learner import Learner, UpdateResult, init_distributed
+from rtpo_ray.types import Sample
+from rtpo_ray.weights.channel import WeightChannel, open_store
+
+
+class LearnerRank:
+    """Args:
+    rank: this rank, 0-based; rank 0 sends weights and writes exports.
+    device: "cpu" or "cuda".
+    """
+
+    def __init__(self, *, rank: int, world_size: int, model_path: str, dtype: str, config: LearnerConfig, weights: WeightsConfig,
+                 objective: ClippedSurrogate, temperature: float, device: str) -> None:
+        self._rank, self._world_size, self._model_path, self._dtype = rank, world_size, model_path, dtype
+        self._config, self._weights, self._objective, self._temperature, self._device = config, weights, objective, temperature, device
+        self._learner: Learner | None = None
+        self._store: dist.TCPStore | None = None
+        self._channel: WeightChannel | None = None
+        self._samples: list[Sample] = []
+
+    def __repr__(self) -> str:
+        return f"LearnerRank({self._rank} of {self._world_size})"
+
+    def rendezvous(self) -> str:
+        """Where rank 0 can be met, as an init method of torch.distributed."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def setup(self, init_method: str) -> int:
+        """Join the gang and load this rank's shard of the model; returns the rank."""
+        init_distributed(self._rank, self._world_size, init_method, self._device, self._config.timeout)
+        self._learner = Learner(
+            self._model_path, self._config, dtype=self._dtype, clip_low=self._objective.clip_low, clip_high=self._objective.clip_high,
+            epochs=self._objective.epochs, minibatches=self._objective.minibatches, temperature=self._temperature, device=self._device)
+        return self._rank
+
+    def receive(self, samples: pa.Table) -> StageCounts:
+        """Keep one block of a stage until `update`; returns what is in it."""
+        self._samples += samples_to_train(samples)
+        return count_stage(samples)
+
+    def update(self, n_groups: int, seed: int) -> UpdateResult:
+        """Train on every block received since the last update. Collective."""
+        samples, self._samples = self._samples, []
+        return self.learner.update(samples, n_groups, seed)
+
+    def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
+        """Log-probabilities [T] of each response at the sampling temperature. Collective."""
+        return self.learner.score(sequences)
+
+    def open_channel(self) -> tuple[str, int]:
+        """Rank 0: where receivers find the store of the weight channels."""
+        host = ray.util.get_node_ip_address()
+        if self._store is None:
+            self._store = open_store(host, 0, self._weights.timeout)
+        return host, self._store.port
+
+    def join_channel(self, name: str, world_size: int) -> None:
+        """Rank 0: become the sender of a new channel; returns when every receiver is there."""
+        if self._channel is not None:
+            self._channel.close()
+        host, port = self.open_channel()
+        self._channel = WeightChannel(name, 0, world_size, host, port, self._device, self._weights.timeout, self._weights.bucket_mb << 20)
+
+    def send_weights(self, version: int) -> tuple[str, float]:
+        """Broadcast the whole model from rank 0: (hash of what was sent, seconds). Collective over the gang: every rank helps to gather."""
+        started = time.perf_counter()
+        if self._rank:
+            for _ in self.learner.full_parameters():
+                pass
+            return "", time.perf_counter() - started
+        assert self._channel is not None, "rank 0 was asked to send weights before it joined a channel"
+        digest = self._channel.send(version, self.learner.parameters_manifest(), self.learner.full_parameters())
+        return digest, time.perf_counter() - started
+
+    def export(self, path: str) -> str:
+        """Write the model as a Hugging Face folder. Collective."""
+        self.learner.export(path, self._model_path)
+        return path
+
+    def save_checkpoint(self, path: str) -> str:
+        """Write a sharded checkpoint of model and optimizer. Collective."""
+        self.learner.save_checkpoint(path)
+        return path
+
+    @property
+    def learner(self) -> Learner:
+        assert self._learner is not None, f"learner rank {self._rank} was used before setup"
+        return self._learner

@@ -1,0 +1,168 @@
+"""Publishing weights: from the learner gang to every generator, proved by read-back, in one call.
+
+    publish(version):   group up to date?  -> broadcast -> version and hash from every generator -> probe against the learner -> serve
+    anyone who fails a step is taken out of service; the rest are tried again in a new group, since a broken one cannot be trusted
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from actors.gang import LearnerGang
+from rtpo_ray.config import WeightsConfig
+from rtpo_ray.errors import WeightSyncError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    version: int
+    hash: str
+    members: tuple[str, ...]  # who serves it now
+    retired: dict[str, str] = field(default_factory=dict)  # who was taken out of service, and why
+    probe_gap: float  # largest |engine - learner| log-probability of the probe
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a member did not end up with the weights, and whether that is its own doing."""
+
+    reason: str
+    guilty: bool
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class AsLoaded:
+    """Publishes nothing: generators keep the weights of the model's folder, as version 0. For evaluation without a learner."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def publish(self, version: int) -> Published:
+        started = time.perf_counter()
+        members = [lease.member for lease in ray.get(self._pool.members.remote(), timeout=30)]
+        ray.get([self._pool.serve.remote(name, version) for name in members], timeout=30)
+        return Published(version=version, hash="", members=tuple(members), probe_gap=0.0, seconds=time.perf_counter() - started)
+
+
+ATTEMPTS = 3  # failures without a culprit before everyone who failed is replaced
+
+
+class WeightPublisher:
+    """Args:
+    gang: the learner.
+    pool: actor handle of the generator pool.
+    probe_context: token ids that every generator continues after a push.
+    """
+
+    def __init__(self, gang: LearnerGang, pool: Any, config: WeightsConfig, *, temperature: float, device: str, probe_context: Sequence[int]) -> None:
+        self._gang, self._pool, self._config = gang, pool, config
+        self._temperature, self._device, self._probe_context = temperature, device, list(probe_context)
+        self._connected: tuple[str, ...] = ()  # members of the present group
+        self._groups = 0
+
+    def publish(self, version: int) -> Published:
+        """Bring every generator to the learner's weights as `version`. Raises WeightSyncError when none can be brought there."""
+        started = time.perf_counter()
+        retired: dict[str, str] = {}
+        innocent = 0  # attempts that failed without anyone to blame
+        while True:
+            members = {lease.member: lease.generator for lease in self._ask(self._pool.members.remote())}
+            if not members:
+                raise WeightSyncError(f"no generator is left to take weight version {version}: {retired}")
+            digest, failed = self._attempt(version, members)
+            gap = 0.0
+            if not failed:
+                gap, failed = self._probe(version, members)
+            if not failed:
+                for name in members:
+                    self._ask(self._pool.serve.remote(name, version))
+                return Published(version=version, hash=digest, members=tuple(members), retired=retired, probe_gap=gap,
+                                 seconds=time.perf_counter() - started)
+            self._connected = ()
+            blamed = {name: str(failure) for name, failure in failed.items() if failure.guilty}
+            innocent += not blamed
+            if innocent == ATTEMPTS:
+                blamed = {name: str(failure) for name, failure in failed.items()}
+            for name, reason in blamed.items():
+                self._ask(self._pool.report.remote(name, f"weight version {version}: {reason}"))
+            retired |= blamed
+
+    def _attempt(self, version: int, members: dict[str, Any]) -> tuple[str, dict[str, Failure]]:
+        """One broadcast: (hash that was sent, failure by member that did not end up with it)."""
+        if self._connected != tuple(members):
+            failed = self._connect(members)
+            if failed:
+                return "", failed
+        sending = [rank.send_weights.remote(version) for rank in self._gang.ranks]
+        answers, failed = self._collect({name: generator.receive_weights.remote() for name, generator in members.items()})
+        try:
+            digest = ray.get(sending, timeout=2 * self._config.timeout)[0][0]
+        except (RayError, GetTimeoutError) as error:
+            if not failed:
+                raise WeightSyncError(f"the learner could not send weight version {version}: {error}") from error
+            return "", failed
+        for name, (got, got_hash, _) in answers.items():
+            if (got, got_hash) != (version, digest):
+                failed[name] = Failure(f"read back version {got} and hash {got_hash}; sent {version} and {digest}", guilty=True)
+        return digest, failed
+
+    def _connect(self, members: dict[str, Any]) -> dict[str, Failure]:
+        """A new group of the sender and `members`; failure by member that did not join."""
+        self._groups += 1
+        name, world_size = f"weights-{self._groups}", len(members) + 1
+        _, failed = self._collect({member: generator.ready.remote() for member, generator in members.items()})
+        if failed:
+            return failed  # the dead are known before anyone waits for them
+        host, port = self._ask(self._gang.ranks[0].open_channel.remote())
+        joining = {
+            member: generator.join_channel.remote(name, index + 1, world_size, host, port, self._device, self._config.timeout, self._config.bucket_mb << 20)
+            for index, (member, generator) in enumerate(members.items())}
+        sender = self._gang.ranks[0].join_channel.remote(name, world_size)
+        _, failed = self._collect(joining)
+        if not failed:
+            self._ask(sender)
+            self._connected = tuple(members)
+        return failed
+
+    def _probe(self, version: int, members: dict[str, Any]) -> tuple[float, dict[str, Failure]]:
+        """Sample a few tokens everywhere and score them with the learner: (largest gap, failure by member beyond the tolerance)."""
+        asked = {name: generator.probe.remote(self._probe_context, self._config.probe_tokens, self._temperature, version)
+                 for name, generator in members.items()}
+        probes, failed = self._collect(asked)
+        scores = self._gang.score([(self._probe_context, list(probe.token_ids)) for probe in probes.values()])
+        worst = 0.0
+        for (name, probe), score in zip(probes.items(), scores, strict=True):
+            gap = max(abs(engine - learner) for engine, learner in zip(probe.logprobs, score, strict=True))
+            worst = max(worst, gap)
+            if not gap <= self._config.probe_tolerance:
+                failed[name] = Failure(f"log-probabilities of its probe differ from the learner's by {gap:.2e} (weights.probe_tolerance "
+                                       f"{self._config.probe_tolerance:g}): it samples from other weights", guilty=True)
+        return worst, failed
+
+    def _collect(self, refs: dict[str, ray.ObjectRef]) -> tuple[dict[str, Any], dict[str, Failure]]:
+        """Answers, and the failures of those that raised or overran the deadline."""
+        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=1.5 * self._config.timeout)
+        answers: dict[str, Any] = {}
+        failed: dict[str, Failure] = {}
+        for name, ref in refs.items():
+            if ref not in ready:
+                failed[name] = Failure(f"no answer within {1.5 * self._config.timeout:g} s", guilty=True)
+                continue
+            try:
+                answers[name] = ray.get(ref)
+            except RayError as error:
+                # A receiver that merely waited in vain for a peer is not at fault.
+                failed[name] = Failure(f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}", guilty=not isinstance(error, WeightSyncError))
+        return answers, failed
+
+    def _ask(self, ref: ray.ObjectRef) -> Any:
+        return ray.get(ref, timeout=self._config.timeout + 30)

@@ -1,0 +1,135 @@
+"""Ray Data executions: tasks to trunks, trunks to credited samples, tasks to evaluated episodes.
+
+    trunks  = collect_episodes(...)                      materialised: blocks stay where they were made, in the object store
+    samples = stage_samples(trunks, turn=k, ...)        lazy: boundaries -> siblings -> credit -> samples, streamed block by block
+
+The step that samples is a plain function in a task without CPUs: it leases a generator from the pool, hands over the block, and
+returns what the generator made. The pool and the generators are handles; nothing here knows their classes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import ray
+import ray.data
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from pipelines.counts import EpisodeCounts, count_episodes
+from pipelines.credit import Credit, credit_groups
+from pipelines.rows import GROUPS, ROLLOUTS, requests_at
+from pipelines.tasks import dataset
+from rtpo_ray.errors import NoGenerators
+from rtpo_ray.types import Task
+
+Block = ray.ObjectRef  # of a pyarrow table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collection:
+    """What every sampling step of a run needs."""
+
+    pool: Any  # actor handle: lease(version), release(lease), report(lease, error)
+    version: int  # weight version that must have sampled
+    retries: int
+    deadline: float  # time.time() after which the step gives up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One call of a generator: sample every row of a block."""
+
+    seed: int
+    temperature: float
+    count: int  # trunks a task, or siblings a boundary
+    keep_boundaries: bool = False
+
+
+def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Collection, blocks: int) -> ray.data.MaterializedDataset:
+    """Whole episodes of every task (ROLLOUTS rows), left in the object store."""
+    rollouts = dataset(tasks, blocks).map_batches(_sample_tasks, fn_kwargs={"ask": ask, "collection": collection}, **_TASK)
+    rollouts.set_name(name)
+    return rollouts.materialize()
+
+
+def stage_samples(trunks: ray.data.MaterializedDataset, turn: int, ask: Ask, collection: Collection, credit: Credit) -> Iterator[Block]:
+    """Blocks of SAMPLES rows of one stage, each as soon as its groups are complete."""
+    samples = (trunks
+               .map_batches(_sample_boundaries, fn_kwargs={"turn": turn, "ask": ask, "collection": collection}, **_TASK)
+               .map_batches(credit_groups, fn_kwargs={"credit": credit}, **_TASK))
+    samples.set_name("stage")
+    return itertools.chain.from_iterable(bundle.block_refs for bundle in samples.iter_internal_ref_bundles())
+
+
+def count_rollouts(rollouts: ray.data.MaterializedDataset, timeout: float) -> EpisodeCounts:
+    """Counts of a materialised set of episodes, made where the blocks are."""
+    count = ray.remote(num_cpus=0)(count_episodes)
+    parts = ray.get([count.remote(ref) for ref in rollouts.to_arrow_refs()], timeout=timeout)
+    return sum(parts, EpisodeCounts())
+
+
+_TASK: dict[str, Any] = {"batch_format": "pyarrow", "batch_size": None, "zero_copy_batch": True, "num_cpus": 0}
+
+
+def _sample_tasks(tasks: pa.Table, *, ask: Ask, collection: Collection) -> pa.Table:
+    return sample("episodes", tasks, ask, collection, empty=ROLLOUTS.empty_table())
+
+
+def _sample_boundaries(trunks: pa.Table, *, turn: int, ask: Ask, collection: Collection) -> pa.Table:
+    return sample("siblings", requests_at(trunks, turn), ask, collection, empty=GROUPS.empty_table())
+
+
+def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty: pa.Table) -> pa.Table:
+    """Have `method` of a leased generator sample the rows; those that fail are tried again on another generator, then returned as failed.
+
+    A generator that dies or overruns the deadline is reported to the pool, which takes it out of service. Raises NoGenerators when
+    the pool has none at the wanted version.
+    """
+    done: list[pa.Table] = []
+    avoid: tuple[str, ...] = ()
+    for attempt in range(collection.retries + 1):
+        if not len(rows):
+            break
+        lease = _lease(collection, avoid)
+        try:
+            table = ray.get(getattr(lease.generator, method).remote(rows, ask), timeout=max(0.0, collection.deadline - time.time()))
+        except (RayActorError, GetTimeoutError) as error:
+            ray.get(collection.pool.report.remote(lease.member, f"{type(error).__name__}: {error}"), timeout=30)
+            if attempt == collection.retries:
+                raise
+            avoid = (*avoid, lease.member)
+            continue
+        ray.get(collection.pool.release.remote(lease.member, len(rows)), timeout=30)
+        failed = _failed_rows(table)
+        if attempt == collection.retries or not any(failed):
+            done.append(table)
+            break
+        done.append(table.filter(pa.array([not bad for bad in failed])))
+        rows, avoid = rows.filter(pa.array(_rows_of(rows, table, failed))), (*avoid, lease.member)
+    return pa.concat_tables(done) if done else empty
+
+
+def _lease(collection: Collection, avoid: tuple[str, ...]) -> Any:
+    patience = collection.deadline - time.time()
+    try:
+        return ray.get(collection.pool.lease.remote(collection.version, avoid, patience), timeout=max(1.0, patience + 30))
+    except GetTimeoutError as error:
+        raise NoGenerators(f"the pool did not answer within {patience:.0f} s when asked for a generator at weight version {collection.version}") from error
+
+
+def _failed_rows(table: pa.Table) -> list[bool]:
+    if "siblings" in table.column_names:
+        return [any(sibling["end"] == "failed" for sibling in siblings) for siblings in table["siblings"].to_pylist()]
+    return [end == "failed" for end in table["end"].to_pylist()]
+
+
+def _rows_of(rows: pa.Table, table: pa.Table, failed: Sequence[bool]) -> list[bool]:
+    """Which request rows have a failed result: by group, or by task."""
+    key = "group_id" if "group_id" in table.column_names else "task_id"
+    bad = {value for value, is_bad in zip(table[key].to_pylist(), failed, strict=True) if is_bad}
+    return [value in bad for value in rows[key].to_pylist()]

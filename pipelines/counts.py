@@ -1,0 +1,94 @@
+"""What a stage, the trunks or an evaluation amounted to: small numbers that may travel to the coordinator."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from pipelines.rows import table_to_rollouts
+
+
+@dataclass(slots=True, kw_only=True)
+class StageCounts:
+    """Sums over siblings; `+` adds two disjoint parts of a stage."""
+
+    groups: int = 0  # groups in the mean of the objective: not failed, not overlong
+    informative_groups: int = 0  # of those, with a non-zero advantage
+    siblings: int = 0
+    successes: int = 0  # siblings with a positive return
+    trained: int = 0
+    filtered: Counter[str] = field(default_factory=Counter)  # siblings by reason
+    failed: Counter[str] = field(default_factory=Counter)  # siblings by first error message
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    credit_seconds: float = 0.0
+    versions: frozenset[int] = frozenset()  # weight versions that sampled the trained turn
+
+    def __add__(self, other: StageCounts) -> StageCounts:
+        return StageCounts(**{name: _join(getattr(self, name), getattr(other, name)) for name in self.__slots__})
+
+
+def _join(left: object, right: object) -> object:
+    return left | right if isinstance(left, frozenset) else left + right  # type: ignore[operator]
+
+
+def count_stage(samples: pa.Table) -> StageCounts:
+    """Counts of SAMPLES rows; groups never straddle two tables."""
+    columns = samples.select([
+        "group_id", "outcome", "reason", "return", "weight_version", "generated_tokens", "prompt_tokens", "cached_prompt_tokens", "credit_seconds"]).to_pylist()
+    counts = StageCounts(siblings=len(columns))
+    valid, informative = set(), set()
+    for row in columns:
+        if row["outcome"] == "trained":
+            counts.trained += 1
+            informative.add(row["group_id"])
+        else:
+            getattr(counts, row["outcome"])[row["reason"]] += 1
+        if row["outcome"] == "trained" or row["reason"] == "zero_advantage":
+            valid.add(row["group_id"])
+        counts.successes += row["return"] > 0
+        counts.generated_tokens += row["generated_tokens"]
+        counts.prompt_tokens += row["prompt_tokens"]
+        counts.cached_prompt_tokens += row["cached_prompt_tokens"]
+        counts.credit_seconds += row["credit_seconds"]
+    counts.versions = frozenset(row["weight_version"] for row in columns if row["weight_version"] is not None)
+    counts.groups, counts.informative_groups = len(valid), len(informative)
+    return counts
+
+
+@dataclass(slots=True, kw_only=True)
+class EpisodeCounts:
+    """Sums over whole episodes: trunks or evaluation."""
+
+    episodes: int = 0
+    successes: int = 0
+    turns: int = 0
+    tool_calls: int = 0
+    malformed_calls: int = 0
+    generated_tokens: int = 0
+    boundaries: Counter[int] = field(default_factory=Counter)  # by turn
+    ends: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+
+    def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
+        return EpisodeCounts(**{name: _join(getattr(self, name), getattr(other, name)) for name in self.__slots__})
+
+
+def count_episodes(table: pa.Table) -> EpisodeCounts:
+    """Counts of ROLLOUTS rows."""
+    counts = EpisodeCounts()
+    for rollout in table_to_rollouts(table):
+        counts.episodes += 1
+        counts.successes += rollout.returns_to_go > 0
+        counts.turns += len(rollout.turns)
+        counts.tool_calls += sum(turn.tool_calls for turn in rollout.turns)
+        counts.malformed_calls += sum(turn.malformed_calls for turn in rollout.turns)
+        counts.generated_tokens += sum(len(turn.response_ids) for turn in rollout.turns)
+        counts.boundaries.update(boundary.turn for boundary in rollout.boundaries)
+        counts.ends[rollout.end] += 1
+        if rollout.end == "failed":
+            counts.failed[rollout.failure] += 1
+    return counts

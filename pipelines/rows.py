@@ -1,0 +1,87 @@
+"""Arrow schemas of the rows between pipeline steps, and the way from records to rows and back.
+
+A group is one row: its siblings are a nested list, so grouping needs no shuffle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from rtpo_ray.types import Boundary, Group, Rollout, Task, TurnRecord
+
+TURN = pa.struct({
+    "turn": pa.int32(), "context_ids": pa.list_(pa.int32()), "context_hash": pa.string(), "response_ids": pa.list_(pa.int32()),
+    "engine_logprobs": pa.list_(pa.float32()), "weight_version": pa.int64(), "seed": pa.int64(), "temperature": pa.float64(),
+    "finish_reason": pa.string(), "observation": pa.string(), "reward": pa.float64(), "state_hash": pa.string(),
+    "tool_calls": pa.int32(), "malformed_calls": pa.int32(), "cached_prompt_tokens": pa.int32()})
+BOUNDARY = pa.struct({"turn": pa.int32(), "context_hash": pa.string(), "state_hash": pa.string(), "snapshot": pa.binary()})
+ROLLOUT = pa.struct({
+    "rollout_id": pa.string(), "task_id": pa.string(), "turns": pa.list_(TURN), "boundaries": pa.list_(BOUNDARY),
+    "end": pa.string(), "failure": pa.string()})
+
+TASKS = pa.schema({"task_id": pa.string(), "seed": pa.int64(), "payload": pa.string()})
+ROLLOUTS = pa.schema(list(ROLLOUT))
+REQUESTS = pa.schema({"group_id": pa.string(), "task_id": pa.string(), "boundary": BOUNDARY})
+GROUPS = pa.schema({"group_id": pa.string(), "task_id": pa.string(), "turn": pa.int32(), "siblings": pa.list_(ROLLOUT)})
+SAMPLES = pa.schema({
+    "sample_id": pa.string(), "group_id": pa.string(),
+    "outcome": pa.string(),  # trained | filtered | failed
+    "reason": pa.string(),  # why filtered or failed
+    "advantage": pa.float64(), "weight": pa.float64(), "return": pa.float64(), "turns": pa.int32(), "weight_version": pa.int64(),
+    "context_ids": pa.list_(pa.int32()), "context_hash": pa.string(), "response_ids": pa.list_(pa.int32()),
+    "engine_logprobs": pa.list_(pa.float32()), "generated_tokens": pa.int64(), "prompt_tokens": pa.int64(),
+    "cached_prompt_tokens": pa.int64(), "credit_seconds": pa.float64()})
+
+
+def _row(record: Any) -> dict[str, Any]:
+    """One level of a dataclass as a dict; `dataclasses.asdict` would copy every token."""
+    return {spec.name: getattr(record, spec.name) for spec in dataclasses.fields(record)}
+
+
+def tasks_to_table(tasks: Sequence[Task]) -> pa.Table:
+    return pa.Table.from_pylist([{**_row(task), "payload": json.dumps(task.payload)} for task in tasks], schema=TASKS)
+
+
+def table_to_tasks(table: pa.Table) -> list[Task]:
+    return [Task(**{**row, "payload": json.loads(row["payload"])}) for row in table.to_pylist()]
+
+
+def _rollout_row(rollout: Rollout) -> dict[str, Any]:
+    return {**_row(rollout), "turns": [_row(turn) for turn in rollout.turns], "boundaries": [_row(b) for b in rollout.boundaries]}
+
+
+def rollout_from_row(row: dict[str, Any]) -> Rollout:
+    """Rebuilds and so re-checks every turn record."""
+    turns = tuple(TurnRecord(**{key: tuple(value) if isinstance(value, list) else value for key, value in turn.items()}) for turn in row["turns"])
+    return Rollout(**{**row, "turns": turns, "boundaries": tuple(Boundary(**b) for b in row["boundaries"])})
+
+
+def rollouts_to_table(rollouts: Iterable[Rollout]) -> pa.Table:
+    return pa.Table.from_pylist([_rollout_row(rollout) for rollout in rollouts], schema=ROLLOUTS)
+
+
+def table_to_rollouts(table: pa.Table) -> list[Rollout]:
+    return [rollout_from_row(row) for row in table.to_pylist()]
+
+
+def groups_to_table(groups: Iterable[Group]) -> pa.Table:
+    rows = [{**_row(group), "siblings": [_rollout_row(sibling) for sibling in group.siblings]} for group in groups]
+    return pa.Table.from_pylist(rows, schema=GROUPS)
+
+
+def table_to_groups(table: pa.Table) -> list[Group]:
+    return [Group(**{**row, "siblings": tuple(rollout_from_row(sibling) for sibling in row["siblings"])}) for row in table.to_pylist()]
+
+
+def requests_at(trunks: pa.Table, turn: int) -> pa.Table:
+    """The boundaries of `turn` among the trunks, one sibling request a row. Failed trunks have none."""
+    rows = []
+    for trunk in trunks.select(["rollout_id", "task_id", "boundaries"]).to_pylist():
+        rows += [{"group_id": f"{trunk['rollout_id']}/{turn}", "task_id": trunk["task_id"], "boundary": boundary}
+                 for boundary in trunk["boundaries"] if boundary["turn"] == turn]
+    return pa.Table.from_pylist(rows, schema=REQUESTS)

@@ -1,0 +1,35 @@
+"""Tasks of a run: which ones a sweep gets depends on the run's seed and the sweep's number alone, so a resumed run continues the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+import ray.data
+
+from pipelines.rows import tasks_to_table
+from rtpo_ray.types import Task, derive_seed
+
+
+def training_tasks(run_seed: int, sweep: int, count: int) -> list[Task]:
+    """The `count` tasks of a sweep; every task of a run is used once."""
+    indices = range(sweep * count, (sweep + 1) * count)
+    return [Task(task_id=f"train-{index}", seed=derive_seed(run_seed, "train", index)) for index in indices]
+
+
+def held_out_tasks(count: int) -> list[Task]:
+    """The first `count` held-out tasks, the same for every run seed so that runs can be compared."""
+    return [Task(task_id=f"held-out-{index}", seed=derive_seed("held-out", index)) for index in range(count)]
+
+
+def dataset(tasks: Sequence[Task], blocks: int) -> ray.data.Dataset:
+    """Tasks as a Ray Dataset of up to `blocks` blocks of nearly equal size; each block becomes one lease of a generator."""
+    table = tasks_to_table(tasks)
+    blocks = max(1, min(blocks, len(tasks)))
+    bounds = [len(tasks) * i // blocks for i in range(blocks + 1)]
+    return ray.data.from_arrow([_compact(table.slice(a, b - a)) for a, b in zip(bounds, bounds[1:], strict=False)])
+
+
+def _compact(table: pa.Table) -> pa.Table:
+    """A slice would travel with the whole table's buffers."""
+    return pa.Table.from_batches(table.to_batches()).combine_chunks()

@@ -1,0 +1,113 @@
+"""The `rtpo` command. The configuration is read and checked before torch, vllm or ray are imported."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from rtpo_ray.config import Config, describe, load_config
+from rtpo_ray.errors import ConfigError, RtpoError
+
+OK, FAILED, BAD_CONFIG, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code: 0, 1 failed, 2 bad configuration, 130 interrupted, 143 terminated."""
+    args = _parser().parse_args(argv)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: spinning threads on shared cores collapse to a crawl
+    try:
+        config = load_config(args.config, args.overrides)
+        return {"train": train, "evaluate": evaluate}[args.command](config, args)
+    except ConfigError as error:
+        print(f"rtpo: configuration error: {error}", file=sys.stderr)
+        return BAD_CONFIG
+    except RtpoError as error:
+        print(f"rtpo: {type(error).__name__}: {error}", file=sys.stderr)
+        return FAILED
+
+
+def train(config: Config, args: argparse.Namespace) -> int:
+    """Train, track, and end cleanly however it ends."""
+    signal.signal(signal.SIGTERM, _terminate)
+    from rtpo_ray.reports.tracker import Tracker
+
+    folder = Path(config.run.root).resolve() / config.run.name
+    try:
+        tracker = Tracker(config, folder, _say)
+    except FileExistsError as error:
+        raise ConfigError(f"field run.name is {config.run.name!r}: {error}") from error
+    status, code = "failed", FAILED
+    try:
+        model_path = _model_path(config)
+        from actors import cluster
+
+        with cluster.connect(config):
+            for event in cluster.run_events(config, model_path, str(folder)):
+                tracker.record(event)
+        status, code = "finished", OK
+        _say(f"run finished: {folder} holds metrics.jsonl and final/, the trained model")
+    except (KeyboardInterrupt, _Terminated) as error:
+        status, code = "interrupted", TERMINATED if isinstance(error, _Terminated) else INTERRUPTED
+        _say(f"\ninterrupted: {folder} holds the metrics so far")
+    finally:
+        tracker.close(status)
+    return code
+
+
+def evaluate(config: Config, args: argparse.Namespace) -> int:
+    """Evaluate a model on the held-out tasks of the configured environment; prints the result as one line of JSON too."""
+    if args.model:
+        config.model.path = args.model
+    model_path = _model_path(config)
+    from actors import cluster
+
+    with cluster.connect(config):
+        event = cluster.evaluate(config, model_path)
+    from rtpo_ray.reports.tracker import eval_line
+
+    _say(eval_line(event))
+    _say(json.dumps(event))
+    return OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rtpo", description="Train tool-using language-model agents with reverse-turn policy optimisation on Ray.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in (("train", "train a model"), ("evaluate", "evaluate a model on held-out tasks")):
+        command = commands.add_parser(
+            name, help=summary, description=summary, formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog="fields (set in the YAML file or as section.field=value):\n" + describe())
+        command.add_argument("--config", metavar="FILE", help="YAML file of overrides, for example conf/quickstart.yaml")
+        command.add_argument("overrides", nargs="*", metavar="section.field=value", help="overrides, applied after the file")
+        if name == "evaluate":
+            command.add_argument("--model", metavar="PATH", default="", help="Hugging Face folder or name; stands for model.path")
+    return parser
+
+
+def _model_path(config: Config) -> str:
+    """The configured model; the tiny one is built when none is named."""
+    if config.model.path:
+        if config.model.path.startswith((".", "/", "~")) and not Path(config.model.path).expanduser().is_dir():
+            raise ConfigError(f"field model.path is {config.model.path!r}; expected a folder that exists, or a Hugging Face name")
+        return str(Path(config.model.path).expanduser()) if config.model.path.startswith("~") else config.model.path
+    from rtpo_ray.policy.tiny import materialise
+
+    return str(materialise(config, _say))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as an exception: `ray job stop` and cluster managers send it."""
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise _Terminated

@@ -1,0 +1,311 @@
+"""The configuration: one dataclass a section, one home for each default (the field itself).
+
+`load_config(path, overrides)` reads YAML and dotted overrides through OmegaConf and raises `ConfigError` with the field, the
+value and what is valid. Nothing here imports torch, vllm or ray, so a mistake is reported at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rtpo_ray import algorithms, environments
+from rtpo_ray.errors import ConfigError
+
+
+def opt(default: Any, doc: str, *, choices: Sequence[str] = (), least: float | None = None, above: float | None = None) -> Any:
+    """A field with its documentation and the cheap checks (choices, least <= value, above < value)."""
+    return field(default=default, metadata={"doc": doc, "choices": tuple(choices), "least": least, "above": above})
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    name: str = opt("run", "folder of this run under run.root")
+    root: str = opt("runs", "folder of all runs; on a cluster a shared path")
+    seed: int = opt(0, "decides tasks, environment seeds and sampling seeds", least=0)
+    sweeps: int = opt(10, "batches of tasks to train on", least=0)
+    eval_every: int = opt(5, "sweeps between evaluations; 0: only before and after", least=0)
+    eval_tasks: int = opt(256, "held-out tasks of an evaluation; 0: no evaluation", least=0)
+    checkpoint_every: int = opt(0, "sweeps between sharded checkpoints; 0: only the final model", least=0)
+    aim: bool = opt(True, "track in an Aim repository at run.root as well as in metrics.jsonl")
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    address: str = opt("", "Ray address; empty: the job's cluster (RAY_ADDRESS) or else a local one")
+    local_cpus: int = opt(0, "logical CPUs of a local cluster; 0: as many as the machine has", least=0)
+    dashboard: bool = opt(True, "serve the Ray dashboard of a local cluster")
+    start_timeout: float = opt(300.0, "seconds that actors may take to start", above=0)
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    path: str = opt("", "Hugging Face folder or name of a causal LM; empty: build the tiny model of warm_start")
+    dtype: str = opt("float32", "dtype of the engine, and of the learner's computation", choices=("float32", "bfloat16"))
+
+
+@dataclass(kw_only=True)
+class WarmStartConfig:
+    """The tiny model that is built when model.path is empty."""
+
+    cache: str = opt("~/.cache/rtpo_ray/models", "where built models are kept, one folder a set of options")
+    seed: int = opt(0, "seed of weights and demonstrations", least=0)
+    layers: int = opt(2, "transformer layers", least=1)
+    hidden: int = opt(128, "width of the model", least=16)
+    vocab: int = opt(1024, "size of the byte-level BPE vocabulary", least=300)
+    steps: int = opt(600, "supervised steps", least=1)
+    batch: int = opt(64, "demonstrations a supervised step", least=1)
+    lr: float = opt(3e-3, "peak learning rate of the supervised steps", above=0)
+    noise: float = opt(0.5, "probability that a demonstrated action is replaced by a wrong one", least=0)
+
+
+@dataclass(kw_only=True)
+class EnvironmentConfig:
+    name: str = opt("lookup", "which environment", choices=tuple(environments.REGISTRY))
+    args: dict[str, Any] = field(default_factory=dict, metadata={"doc": "arguments of the environment's constructor"})
+    max_turns: int = opt(3, "K: turns an episode may take", least=1)
+    context: str = opt("append", "psi, how c_k is built", choices=("append", "template"))
+    step_timeout: float = opt(60.0, "seconds that one environment step may take", above=0)
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig:
+    name: str = opt("rtpo", "which method", choices=tuple(algorithms.REGISTRY))
+    n_trunks: int = opt(1, "trunks a task", least=1)
+    n_siblings: int = opt(8, "siblings a boundary; the paper's G - 1", least=2)
+    clip_low: float = opt(0.2, "ratio is clipped below 1 - clip_low", above=0)
+    clip_high: float = opt(0.2, "ratio is clipped above 1 + clip_high", above=0)
+    epochs: int = opt(1, "passes over a stage's samples", least=1)
+    minibatches: int = opt(1, "optimizer steps a pass", least=1)
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    tasks_per_sweep: int = opt(64, "tasks of a sweep", least=1)
+    temperature: float = opt(1.0, "sampling temperature of trunks and siblings", above=0)
+    max_response_tokens: int = opt(64, "longest response of a turn", least=1)
+    overlong: str = opt("error", "a first context that leaves no room for a response", choices=("error", "drop"))
+    retries: int = opt(1, "times that a failed group is tried again, elsewhere if possible", least=0)
+    stage_timeout: float = opt(3600.0, "seconds that collecting one stage may take", above=0)
+
+
+@dataclass(kw_only=True)
+class GeneratorConfig:
+    count: int = opt(1, "sampling engines", least=1)
+    cpus: float = opt(1.0, "logical CPUs each", least=0)
+    gpus: float = opt(0.0, "GPUs each", least=0)
+    threads: int = opt(1, "compute threads each on CPUs", least=1)
+    max_num_seqs: int = opt(256, "responses sampled at once by one engine", least=1)
+    max_model_len: int = opt(512, "tokens of context and response", least=8)
+    kv_cache_mb: int = opt(64, "key-value cache in MiB; 0: as much of a GPU as gpu_memory_utilization allows", least=0)
+    gpu_memory_utilization: float = opt(0.85, "share of a GPU that an engine may use", above=0)
+
+
+@dataclass(kw_only=True)
+class LearnerConfig:
+    ranks: int = opt(1, "processes that share the model with FSDP2", least=1)
+    cpus: float = opt(1.0, "logical CPUs each", least=0)
+    gpus: float = opt(0.0, "GPUs each", least=0)
+    threads: int = opt(1, "compute threads each on CPUs", least=1)
+    micro_batch_tokens: int = opt(8192, "tokens of one forward and backward pass, padding included", least=1)
+    lr: float = opt(1e-6, "AdamW learning rate", above=0)
+    warmup_steps: int = opt(0, "optimizer steps over which the rate rises linearly", least=0)
+    weight_decay: float = opt(0.01, "AdamW weight decay", least=0)
+    beta1: float = opt(0.9, "AdamW first moment", least=0)
+    beta2: float = opt(0.999, "AdamW second moment", least=0)
+    eps: float = opt(1e-8, "AdamW epsilon", above=0)
+    max_grad_norm: float = opt(1.0, "gradients are clipped to this norm", above=0)
+    max_refused: int = opt(3, "consecutive non-finite updates that are refused before the run stops", least=1)
+    timeout: float = opt(600.0, "seconds that one collective or one update may take", above=0)
+
+
+@dataclass(kw_only=True)
+class WeightsConfig:
+    bucket_mb: int = opt(64, "MiB of one broadcast", least=1)
+    timeout: float = opt(60.0, "seconds that one push may take", above=0)
+    probe_tokens: int = opt(4, "tokens that every generator samples after a push, scored again by the learner", least=1)
+    probe_tolerance: float = opt(1e-3, "largest log-probability gap of the probe; wider in bfloat16", above=0)
+
+
+@dataclass(kw_only=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    generators: GeneratorConfig = field(default_factory=GeneratorConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+
+    def __post_init__(self) -> None:
+        for name, value, spec in walk(self):
+            _check_field(name, value, spec)
+        _check_together(self)
+
+
+def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
+    """Every leaf as (dotted name, value, field)."""
+    for spec in dataclasses.fields(config):
+        value, name = getattr(config, spec.name), prefix + spec.name
+        if dataclasses.is_dataclass(value):
+            yield from walk(value, name + ".")
+        else:
+            yield name, value, spec
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Defaults, then the YAML file, then `section.field=value` overrides. Raises ConfigError."""
+    schema = OmegaConf.structured(Config)
+    layers: list[tuple[str, DictConfig]] = []
+    if path is not None:
+        layers.append((str(path), _read_yaml(Path(path))))
+    for override in overrides:
+        if "=" not in override or override.startswith("-"):
+            raise ConfigError(f"override {override!r}: expected section.field=value, for example algorithm.n_siblings=4")
+        layers.append((f"override {override!r}", _parse_override(override)))
+    for origin, layer in layers:
+        _refuse_unknown(layer, Config, "", origin)
+        try:
+            schema = OmegaConf.merge(schema, layer)
+        except OmegaConfBaseException as error:
+            raise ConfigError(_explain(error, layer, origin)) from error
+    config = OmegaConf.to_object(schema)
+    assert isinstance(config, Config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML; `load_config` reads it back to an equal one."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def describe() -> str:
+    """Every field with its default and documentation, for --help and the README."""
+    lines = []
+    for name, value, spec in walk(Config()):
+        choices = spec.metadata["choices"] if "choices" in spec.metadata else ()
+        shown = value if value != "" else '""'
+        lines.append(f"  {name}={shown}\n      {spec.metadata['doc']}" + (f" ({' | '.join(choices)})" if choices else ""))
+    return "\n".join(lines)
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    if not path.is_file():
+        known = sorted(str(p) for p in Path("conf").glob("**/*.yaml"))
+        raise ConfigError(f"config file {str(path)!r} does not exist; the project's own are {', '.join(known) or 'under conf/'}")
+    try:
+        layer = OmegaConf.load(path)
+    except Exception as error:  # yaml has no common base class that OmegaConf keeps; the cause is chained
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(layer, DictConfig):
+        raise ConfigError(f"{path}: expected sections such as 'run:' at the top level")
+    return layer
+
+
+def _parse_override(override: str) -> DictConfig:
+    try:
+        return OmegaConf.from_dotlist([override])
+    except Exception as error:  # as above
+        raise ConfigError(f"override {override!r}: not readable: {error}") from error
+
+
+def _refuse_unknown(layer: DictConfig, schema: Any, prefix: str, origin: str) -> None:
+    valid = {spec.name: spec for spec in dataclasses.fields(schema)}
+    for key in layer:
+        if key not in valid:
+            close = difflib.get_close_matches(str(key), valid, n=1)
+            hint = f" (did you mean {prefix}{close[0]}?)" if close else ""
+            raise ConfigError(f"{origin}: unknown field {prefix}{key}{hint}; valid here: {', '.join(valid)}")
+        section = valid[str(key)].default_factory
+        if dataclasses.is_dataclass(section):
+            value = layer[str(key)]
+            if not isinstance(value, DictConfig):
+                raise ConfigError(f"{origin}: {prefix}{key} is a section, not a value ({value!r}); set one of its fields: "
+                                  f"{', '.join(spec.name for spec in dataclasses.fields(section))}")
+            _refuse_unknown(value, section, f"{prefix}{key}.", origin)
+
+
+def _explain(error: OmegaConfBaseException, layer: DictConfig, origin: str) -> str:
+    name = getattr(error, "full_key", None) or "?"
+    value = OmegaConf.select(layer, name) if name != "?" else None
+    wanted = {leaf: spec.type for leaf, _, spec in walk(Config())}.get(name, "another type")
+    return f"{origin}: field {name} is {value!r}; expected {wanted}"
+
+
+def _check_field(name: str, value: Any, spec: dataclasses.Field[Any]) -> None:
+    meta = spec.metadata
+    if meta.get("choices") and value not in meta["choices"]:
+        raise ConfigError(f"field {name} is {value!r}; valid choices: {', '.join(meta['choices'])}")
+    if isinstance(value, float) and value != value:
+        raise ConfigError(f"field {name} is not a number")
+    if meta.get("least") is not None and value < meta["least"]:
+        raise ConfigError(f"field {name} is {value}; expected at least {meta['least']}{_why(name)}")
+    if meta.get("above") is not None and value <= meta["above"]:
+        raise ConfigError(f"field {name} is {value}; expected more than {meta['above']}")
+
+
+def _why(name: str) -> str:
+    return {
+        "algorithm.n_siblings": " (one sibling is its own baseline, so its advantage is always 0)",
+        "environment.max_turns": " (an episode has at least one turn)",
+    }.get(name, "")
+
+
+def _check_together(config: Config) -> None:
+    """Fields that exclude each other."""
+    environment, sampling, generators = config.environment, config.sampling, config.generators
+    _check_environment_args(environment)
+    if not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
+        raise ConfigError(f"field run.name is {config.run.name!r}; expected a plain folder name")
+    if config.warm_start.noise > 1:
+        raise ConfigError(f"field warm_start.noise is {config.warm_start.noise}; expected a probability in [0, 1]")
+    if config.warm_start.hidden % 32:
+        raise ConfigError(f"field warm_start.hidden is {config.warm_start.hidden}; expected a multiple of 32, the width of an attention head")
+    if generators.gpu_memory_utilization > 1:
+        raise ConfigError(f"field generators.gpu_memory_utilization is {generators.gpu_memory_utilization}; expected a share in (0, 1]")
+    if sampling.max_response_tokens >= generators.max_model_len:
+        raise ConfigError(f"field sampling.max_response_tokens is {sampling.max_response_tokens}; expected less than "
+                          f"generators.max_model_len ({generators.max_model_len}), which also holds the context")
+    if generators.max_model_len > config.learner.micro_batch_tokens:
+        raise ConfigError(f"field learner.micro_batch_tokens is {config.learner.micro_batch_tokens}; expected at least "
+                          f"generators.max_model_len ({generators.max_model_len}), or the longest sample would not fit")
+    _check_placement(config)
+
+
+def _check_environment_args(environment: EnvironmentConfig) -> None:
+    """Build the environment once: its constructor knows what is valid."""
+    cls = environments.REGISTRY[environment.name]
+    parameters = inspect.signature(cls).parameters
+    for key in environment.args:
+        if key not in parameters:
+            raise ConfigError(f"unknown field environment.args.{key} for environment {environment.name!r}; valid: {', '.join(parameters)}")
+    try:
+        built = cls(**environment.args)
+        built.check(environment.max_turns)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"environment.args {dict(environment.args)} of {environment.name!r}: {error}") from error
+
+
+def _check_placement(config: Config) -> None:
+    """On a local cluster the sizes are known before Ray starts; on a real one `actors.placement` checks again."""
+    learner, generators = config.learner, config.generators
+    if config.cluster.address or os.environ.get("RAY_ADDRESS"):
+        return
+    cpus = config.cluster.local_cpus or os.cpu_count() or 1
+    need = learner.ranks * learner.cpus + generators.count * generators.cpus
+    if need > cpus:
+        raise ConfigError(
+            f"field learner.ranks is {learner.ranks} (x {learner.cpus:g} CPUs) and generators.count is {generators.count} (x {generators.cpus:g} CPUs): "
+            f"{need:g} CPUs do not fit the local cluster's {cpus}; lower one of them or raise cluster.local_cpus")

@@ -1,0 +1,37 @@
+"""What a generator asks of a sampling engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from rtpo_ray.types import Completion, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Engine(Protocol):
+    """Tokens in, tokens out. All methods are called from one event loop; `generate` may run many times at once."""
+
+    max_model_len: int  # tokens of context + response
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that the next sampled token uses."""
+        ...
+
+    async def generate(self, context_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one response. Raises EngineError when the engine refuses or loses the request."""
+        ...
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace every weight in place (Hugging Face names), drop cached prefixes, and take `version`.
+
+        Raises EngineError when a weight is missing or unknown; the engine must then not be used again.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free memory and threads."""
+        ...

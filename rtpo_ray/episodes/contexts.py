@@ -1,0 +1,126 @@
+"""psi, the context builder: from what has happened to c_k, the exact token ids that the model sees at turn k.
+
+    builder = Append(template); builder.start(system, tools, first); builder.context()  -> c_0
+    builder.extend(response_ids, text, observation);                 builder.context()  -> c_1
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rtpo_ray.environments.base import Observation
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    eos_token: str
+    eos_token_id: int
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any: ...
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, rendered as text and encoded once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._delta = functools.lru_cache(maxsize=4096)(self._make_delta)
+
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, prompt: bool) -> str:
+        text = self.tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=prompt, tokenize=False)
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def response_text(self, response_ids: Sequence[int]) -> str:
+        """The response as the environment reads it: without the end-of-turn token."""
+        ids = list(response_ids)
+        if ids and ids[-1] == self.tokenizer.eos_token_id:
+            ids.pop()
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def delta(self, observation: Observation, *, closed: bool) -> list[int]:
+        """Tokens between a response and the next one: the rest of the closed assistant message, the observation, the prompt.
+
+        Found by rendering a dummy conversation with and without the observation, so that any template whose earlier messages
+        are stable works. Raises ValueError for one that rewrites them: use `environment.context=template` there.
+        """
+        return self._delta(observation, closed)
+
+    def _make_delta(self, observation: Observation, closed: bool) -> list[int]:
+        marker = "assistant-reply"
+        before: list[dict[str, Any]] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
+        after = [*before, {"role": observation.role, "content": observation.text}]
+        head, full = self.render(before, [], prompt=False), self.render(after, [], prompt=True)
+        stable = head[: head.rindex(marker) + len(marker)]
+        eos = self.tokenizer.eos_token
+        if not full.startswith(head) or not full[len(stable):].startswith(eos):
+            raise ValueError(f"the chat template rewrites an earlier message when a {observation.role!r} message follows, or does not end it "
+                             f"with {eos!r}; set environment.context=template")
+        return self.encode(full[len(stable) + (len(eos) if closed else 0):])
+
+
+class Append:
+    """c_{k+1} = c_k + l_k + the tokens of f_k: what was sampled stays as it was sampled."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._ids: list[int] = []
+
+    def start(self, system: str, tools: list[dict[str, Any]], first: Observation) -> None:
+        self._ids = self._template.encode(self._template.render(_opening(system, first), tools, prompt=True))
+
+    def context(self) -> list[int]:
+        return list(self._ids)
+
+    def extend(self, response_ids: Sequence[int], observation: Observation) -> None:
+        closed = response_ids[-1] == self._template.tokenizer.eos_token_id
+        self._ids += [*response_ids, *self._template.delta(observation, closed=closed)]
+
+    def snapshot(self) -> Any:
+        return list(self._ids)
+
+    def restore(self, snapshot: Any) -> None:
+        self._ids = list(snapshot)
+
+
+class Template:
+    """c_k is the whole chat rendered anew, so a template may drop or rewrite what came before (Qwen3 drops earlier thoughts)."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._messages: list[dict[str, Any]] = []
+        self._tools: list[dict[str, Any]] = []
+
+    def start(self, system: str, tools: list[dict[str, Any]], first: Observation) -> None:
+        self._messages, self._tools = _opening(system, first), tools
+
+    def context(self) -> list[int]:
+        return self._template.encode(self._template.render(self._messages, self._tools, prompt=True))
+
+    def extend(self, response_ids: Sequence[int], observation: Observation) -> None:
+        self._messages.append({"role": "assistant", "content": self._template.response_text(response_ids)})
+        self._messages.append({"role": observation.role, "content": observation.text})
+
+    def snapshot(self) -> Any:
+        return copy.deepcopy((self._messages, self._tools))
+
+    def restore(self, snapshot: Any) -> None:
+        self._messages, self._tools = copy.deepcopy(snapshot)
+
+
+ContextBuilder = Append | Template
+BUILDERS: dict[str, type[Append] | type[Template]] = {"append": Append, "template": Template}
+
+
+def _opening(system: str, first: Observation) -> list[dict[str, Any]]:
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": first.role, "content": first.text}]

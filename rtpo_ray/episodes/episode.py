@@ -1,0 +1,124 @@
+"""One episode: the turn loop, and the boundaries from which siblings start again."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rtpo_ray.engines.base import Engine
+from rtpo_ray.environments.base import Environment, Step
+from rtpo_ray.episodes.contexts import BUILDERS, ChatTemplate
+from rtpo_ray.errors import ContextMismatch
+from rtpo_ray.types import Boundary, Completion, Rollout, Sampling, Task, TurnRecord, context_hash, derive_seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSettings:
+    """What is the same for every episode of a run."""
+
+    max_turns: int
+    context: str  # key of contexts.BUILDERS
+    max_response_tokens: int
+    max_model_len: int
+    step_timeout: float  # seconds
+
+
+class Episode:
+    """State of one episode: environment + context builder + turn. `snapshot` and `restore` cover all of it.
+
+    An environment with `replay = True` is rebuilt from its seed and the responses so far; state hashes are compared either way.
+    """
+
+    def __init__(self, make_environment: Callable[[], Environment], template: ChatTemplate, settings: EpisodeSettings) -> None:
+        self._environment = make_environment()
+        self._builder = BUILDERS[settings.context](template)
+        self._template = template
+        self._settings = settings
+        self._seed = 0
+        self._texts: list[str] = []  # responses so far, for replay
+        self.turn = 0
+
+    def reset(self, task: Task) -> None:
+        """Start a task from its first observation."""
+        self._seed, self._texts, self.turn = task.seed, [], 0
+        first = self._environment.reset(task.seed)
+        self._builder.start(self._environment.system, self._environment.tools(), first)
+
+    def boundary(self) -> Boundary:
+        """S_k, to be restored anywhere in the cluster."""
+        environment = (self._seed, self._texts) if self._environment.replay else self._environment.snapshot()
+        blob = pickle.dumps((self.turn, self._seed, self._texts, environment, self._builder.snapshot()))
+        return Boundary(turn=self.turn, context_hash=context_hash(self._builder.context()),
+                        state_hash=self._environment.state_hash(), snapshot=blob)
+
+    def restore(self, boundary: Boundary) -> None:
+        """Become the episode of `boundary`. Raises ContextMismatch when state or context differ from the recorded ones."""
+        self.turn, self._seed, texts, environment, builder = pickle.loads(boundary.snapshot)
+        self._texts = list(texts)
+        if self._environment.replay:
+            self._environment.reset(self._seed)
+            for text in self._texts:
+                self._environment.step(text)
+        else:
+            self._environment.restore(environment)
+        self._builder.restore(builder)
+        state, context = self._environment.state_hash(), context_hash(self._builder.context())
+        if state != boundary.state_hash:
+            raise ContextMismatch(f"turn {self.turn}: restored environment has state hash {state}, the trunk had {boundary.state_hash}; "
+                                  "the environment is not deterministic under its seed, or its snapshot is not complete")
+        if context != boundary.context_hash:
+            raise ContextMismatch(f"turn {self.turn}: restored context has hash {context}, the trunk had {boundary.context_hash}")
+
+    async def run(self, engine: Engine, *, rollout_id: str, task_id: str, seed: int, temperature: float, keep_boundaries: bool = False) -> Rollout:
+        """Play to the end. Turn k samples with a seed derived from `seed` and k. Raises what engine or environment raise."""
+        turns: list[TurnRecord] = []
+        boundaries: list[Boundary] = []
+        end = "truncated"
+        while self.turn < self._settings.max_turns:
+            context = self._builder.context()
+            room = self._settings.max_model_len - len(context)
+            if room < 1:
+                end = "overlong"
+                break
+            if keep_boundaries:
+                boundaries.append(self.boundary())
+            sampling = Sampling(temperature=temperature, max_tokens=min(room, self._settings.max_response_tokens),
+                                stop_token_ids=(self._template.tokenizer.eos_token_id,), seed=derive_seed(seed, self.turn))
+            completion = await engine.generate(context, sampling)
+            state_hash, text = self._environment.state_hash(), self._template.response_text(completion.token_ids)
+            step = await self._step(text)
+            turns.append(_record(self.turn, context, completion, sampling, step, state_hash))
+            self.turn += 1
+            if step.observation is None:
+                end = "terminated" if step.terminated else "truncated"
+                break
+            self._texts.append(text)
+            self._builder.extend(completion.token_ids, step.observation)
+        return Rollout(rollout_id=rollout_id, task_id=task_id, turns=tuple(turns), boundaries=tuple(boundaries), end=end)
+
+    async def _step(self, text: str) -> Step:
+        """One environment step; off the event loop and with a deadline unless it is instant."""
+        limit = self._settings.step_timeout
+        try:
+            if self._environment.instant:
+                step = self._environment.step(text)
+            else:
+                step = await asyncio.wait_for(asyncio.to_thread(self._environment.step, text), limit)
+        except TimeoutError as error:
+            raise TimeoutError(f"{type(self._environment).__name__}.step took longer than environment.step_timeout ({limit:g} s) at turn {self.turn}") from error
+        if (step.observation is None) != (step.terminated or step.truncated):
+            raise ValueError(f"{type(self._environment).__name__}.step returned observation {step.observation!r} with terminated={step.terminated}, "
+                             f"truncated={step.truncated}; expected an observation exactly while the episode goes on")
+        return step
+
+
+def _record(turn: int, context: Sequence[int], completion: Completion, sampling: Sampling, step: Step, state_hash: str) -> TurnRecord:
+    return TurnRecord(
+        turn=turn, context_ids=tuple(context), context_hash=context_hash(context), response_ids=completion.token_ids,
+        engine_logprobs=completion.logprobs, weight_version=completion.weight_version, seed=sampling.seed,
+        temperature=sampling.temperature, finish_reason=completion.finish_reason,
+        observation=step.observation.text if step.observation else "", reward=step.reward, state_hash=state_hash,
+        tool_calls=int(step.info.get("tool_calls", 0)), malformed_calls=int(step.info.get("malformed_calls", 0)),
+        cached_prompt_tokens=completion.cached_prompt_tokens)

@@ -1,0 +1,33 @@
+"""Every exception of the project that a user can meet, in one place."""
+
+
+class RtpoError(Exception):
+    """Base of the project's own errors."""
+
+
+class ConfigError(RtpoError):
+    """A field of the configuration is unknown, of the wrong type or impossible; exit code 2."""
+
+
+class ContextMismatch(RtpoError):
+    """The context that the learner would train on is not the one that the engine saw."""
+
+
+class NonFiniteUpdate(RtpoError):
+    """Updates kept producing NaN or infinity, so the run stops before it trains on garbage."""
+
+
+class WeightSyncError(RtpoError):
+    """No generator could be brought to the weight version that the next stage needs."""
+
+
+class ConservationError(RtpoError):
+    """Rollouts went missing: produced differs from trained + filtered + failed."""
+
+
+class EngineError(RtpoError):
+    """The sampling engine refused or lost a request."""
+
+
+class NoGenerators(RtpoError):
+    """Every generator is gone, or none became ready before the deadline."""

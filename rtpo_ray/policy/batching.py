@@ -1,0 +1,130 @@
+"""Samples to padded micro-batches and optimizer steps: pure functions, no communication.
+
+Which samples share a micro-batch is decided by (length, sample id), and which share an optimizer step by sample id and seed.
+Arrival order and the number of ranks therefore change neither.
+
+Axes: B sequences, L padded length, M response tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rtpo_ray.errors import ContextMismatch
+from rtpo_ray.types import Sample, context_hash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One forward and backward pass. Tokens are ordered by sample, then by position."""
+
+    sample_ids: tuple[str, ...]  # [B]; empty for a dummy
+    input_ids: Tensor  # [B, L] int64, padded on the right
+    rows: Tensor  # [M] int64, sequence of the token
+    columns: Tensor  # [M] int64, position whose logits predict the token: its own position - 1
+    targets: Tensor  # [M] int64, the token
+    weights: Tensor  # [M] float32, sample.weight / T
+    advantages: Tensor  # [M] float32
+    engine_logprobs: Tensor  # [M] float32
+    sample_index: Tensor  # [M] int64, index into sample_ids
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same batch with its tensors on `device`."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+        return MicroBatch(**moved)
+
+    def split(self, values: Tensor) -> dict[str, Tensor]:
+        """Per-token values [M] as one tensor [T] a sample id."""
+        if not self.sample_ids:
+            return {}
+        counts = torch.bincount(self.sample_index, minlength=len(self.sample_ids)).tolist()
+        return dict(zip(self.sample_ids, values.split(counts), strict=True))
+
+
+def check_samples(samples: Sequence[Sample], budget: int) -> None:
+    """Raise what makes a sample untrainable, by name.
+
+    ContextMismatch: its context is not the one that the engine saw. ValueError: empty context, or longer than `budget` tokens.
+    """
+    for sample in samples:
+        found = context_hash(sample.context_ids)
+        if found != sample.context_hash:
+            raise ContextMismatch(f"sample {sample.sample_id}: context hash is {found}, expected {sample.context_hash} from the rollout")
+        if not len(sample.context_ids):
+            raise ValueError(f"sample {sample.sample_id}: context has 0 tokens, expected at least 1")
+        if length(sample) > budget:
+            raise ValueError(f"sample {sample.sample_id}: {length(sample)} tokens, expected at most learner.micro_batch_tokens = {budget}")
+
+
+def check_unique(sample_ids: Iterable[str]) -> None:
+    """ValueError when a sample came twice: it would be trained twice, unseen."""
+    twice = sorted(name for name, count in Counter(sample_ids).items() if count > 1)
+    if twice:
+        raise ValueError(f"samples {', '.join(twice)} came more than once, expected every sample id once")
+
+
+def length(sample: Sample) -> int:
+    """Tokens of context and response."""
+    return len(sample.context_ids) + len(sample.response_ids)
+
+
+def plan_micro_batches(samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+    """Every sample once, in lists whose padded size B * L is at most `budget` tokens (the samples passed `check_samples`)."""
+    batches: list[list[Sample]] = []
+    for sample in sorted(samples, key=lambda item: (length(item), item.sample_id)):
+        # Lengths rise, so this sample's length is the padded length of whatever batch it joins.
+        if batches and (len(batches[-1]) + 1) * length(sample) <= budget:
+            batches[-1].append(sample)
+        else:
+            batches.append([sample])
+    return batches
+
+
+def assign_steps(sample_ids: Iterable[str], minibatches: int, seed: int) -> dict[str, int]:
+    """Optimizer step (0 .. minibatches - 1) of every sample of one epoch; step sizes differ by at most one sample.
+
+    Give the sample ids of all ranks: the answer then does not depend on how they are spread.
+    """
+    shuffled = sorted(sample_ids)
+    random.Random(seed).shuffle(shuffled)
+    return {name: position % minibatches for position, name in enumerate(shuffled)}
+
+
+def collate(samples: Sequence[Sample]) -> MicroBatch:
+    """The tensors of one micro-batch, on the CPU."""
+    counts = [len(sample.response_ids) for sample in samples]
+    input_ids = torch.zeros(len(samples), max(length(sample) for sample in samples), dtype=torch.int64)
+    columns, targets = [], []
+    for row, sample in enumerate(samples):
+        context, response = _ids(sample.context_ids), _ids(sample.response_ids)
+        input_ids[row, : length(sample)] = torch.cat([context, response])
+        columns.append(torch.arange(len(context), length(sample)) - 1)
+        targets.append(response)
+    index = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(counts))
+    weights = torch.tensor([sample.weight / count for sample, count in zip(samples, counts, strict=True)], dtype=torch.float32)
+    advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
+    engine = np.concatenate([np.asarray(sample.engine_logprobs, dtype=np.float32) for sample in samples])
+    return MicroBatch(
+        sample_ids=tuple(sample.sample_id for sample in samples), input_ids=input_ids, rows=index, columns=torch.cat(columns),
+        targets=torch.cat(targets), weights=weights[index], advantages=advantages[index], engine_logprobs=torch.from_numpy(engine),
+        sample_index=index)
+
+
+def dummy() -> MicroBatch:
+    """One token of weight 0: keeps a rank without samples in step with the collectives of the others."""
+    zero, nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+    return MicroBatch(sample_ids=(), input_ids=zero[None], rows=zero, columns=zero, targets=zero,
+                      weights=nothing, advantages=nothing, engine_logprobs=nothing, sample_index=zero)
+
+
+def _ids(values: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.int64))

@@ -1,0 +1,111 @@
+"""Where the events of a run go: metrics.jsonl, Aim, and one short line each in the terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rtpo_ray.config import Config, to_yaml
+
+Event = dict[str, Any]
+
+
+class Tracker:
+    """Args:
+    config: whole configuration; written to `config.yaml`.
+    folder: the run's folder; created here. Raises FileExistsError when it holds a run already.
+    say: prints a line.
+    """
+
+    def __init__(self, config: Config, folder: Path, say: Callable[[str], None] = print) -> None:
+        if (folder / "metrics.jsonl").exists():
+            raise FileExistsError(f"{folder} holds a run already; choose another run.name or remove the folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(to_yaml(config))
+        self._say, self._sweeps, self._tokens = say, config.run.sweeps, 0
+        self._started = time.monotonic()
+        self._trained_since: float | None = None  # when the first sweep began
+        self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
+        self._aim = _open_aim(config) if config.run.aim else None
+
+    def record(self, event: Event) -> None:
+        """Keep one event and show it."""
+        event = {**event, "time": time.time()}
+        self._metrics.write(json.dumps(event) + "\n")
+        if self._aim is not None:
+            _to_aim(self._aim, event)
+        if event["kind"] in ("stage", "sweep"):
+            self._tokens += event["generated_tokens"]
+        if event["kind"] == "eval" and event["sweep"] == 0:
+            self._trained_since = time.monotonic()
+        self._say(self._line(event))
+
+    def close(self, status: str) -> None:
+        """Flush and end the Aim run; `status` is finished, interrupted or failed."""
+        self._metrics.close()
+        if self._aim is not None:
+            self._aim["status"] = status
+            self._aim.close()
+
+    def _line(self, event: Event) -> str:
+        return {"stage": _stage_line, "sweep": self._sweep_line, "eval": eval_line}[event["kind"]](event)
+
+    def _sweep_line(self, event: Event) -> str:
+        done = event["sweep"] + 1
+        spent = time.monotonic() - (self._trained_since or self._started)
+        left = spent / done * (self._sweeps - done)
+        return (f"sweep {done}/{self._sweeps}  trunks {_percent(event['trunk_success'])} in {event['trunk_turns_mean']:.1f} turns  "
+                f"weights v{event['weight_version']}  {self._tokens:,} tokens  {event['seconds']['total']:.1f} s  left {left / 60:.1f} min")
+
+
+def _stage_line(event: Event) -> str:
+    gap = "-" if event["logprob_gap_max"] is None else f"{event['logprob_gap_max']:.0e}"
+    lost = "".join(f"  {kind} {sum(event[kind].values())}" for kind in ("failed",) if event[kind])
+    refused = f"  REFUSED: {event['refused']}" if event["refused"] else ""
+    return (f"  turn {event['turn']}  {event['groups']} groups  success {_percent(event['success'])}  equal {_percent(event['zero_advantage_rate'])}  "
+            f"gap {gap}  grad {event['grad_norm']:.2f}  {event['seconds']['total']:.1f} s{lost}{refused}")
+
+
+def eval_line(event: Event) -> str:
+    return (f"eval after {event['sweep']} sweeps: success {_percent(event['success'])} sampled, {_percent(event['success_greedy'])} greedy on "
+            f"{event['tasks']} held-out tasks, {event['tool_calls_mean']:.1f} tool calls, {event['malformed_calls']} malformed")
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _open_aim(config: Config) -> Any:
+    """An Aim run. The repository is made once, under a lock: two makers at once leave it broken for good."""
+    from aim import Repo, Run
+    from filelock import FileLock
+    from omegaconf import OmegaConf
+
+    root = Path(config.run.root).resolve()
+    with FileLock(root / ".aim.lock", timeout=60):
+        if not Repo.exists(str(root)):
+            Repo.from_path(str(root), init=True)
+    run = Run(repo=str(root), experiment=config.run.name, system_tracking_interval=None, log_system_params=False, capture_terminal_logs=False)
+    run["config"] = OmegaConf.to_container(OmegaConf.structured(config))
+    return run
+
+
+def _to_aim(run: Any, event: Event) -> None:
+    """Every number of an event; the turn is the context, so Aim can group and compare by it."""
+    context = {"kind": event["kind"]} | ({"turn": event["turn"]} if "turn" in event else {})
+    for name, value in _numbers(event):
+        if name not in ("sweep", "turn", "time"):
+            run.track(value, name=name, step=event["sweep"], context=context)
+
+
+def _numbers(event: Event, prefix: str = "") -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for key, value in event.items():
+        if isinstance(value, dict):
+            found += _numbers(value, f"{prefix}{key}.") if key == "seconds" else [(f"{prefix}{key}", sum(v for v in value.values() if isinstance(v, int)))]
+        elif isinstance(value, (int, float)):
+            found.append((prefix + key, value))
+    return found

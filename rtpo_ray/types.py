@@ -1,0 +1,154 @@
+"""The records that cross a process boundary, one dataclass each.
+
+Axes in the field comments: C tokens of a context, T tokens of a response, K turns, N siblings.
+Token ids are what the engine saw and sampled. Text is never turned back into ids, and the loss mask is derived from the
+record (`TurnRecord.loss_mask`), so neither can disagree with the rollout.
+
+    task = Task(task_id="train-7", seed=1234)
+    turn = TurnRecord(turn=0, context_ids=(5, 9), response_ids=(3, 2), engine_logprobs=(-0.1, -0.7), ...)
+    turn.loss_mask      # (False, False, True, True)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def context_hash(token_ids: Sequence[int]) -> str:
+    """Hash of a context's exact token ids (16 hex digits). Compared at rollout and again before training."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).hexdigest()
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**31) that depends on every part and on nothing else.
+
+    `derive_seed(run_seed, sweep, "task-3", turn, sibling)` gives siblings different streams and a rerun the same ones.
+    """
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 2**31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One prompt and its environment seed."""
+
+    task_id: str  # unique within its split
+    seed: int  # given to Environment.reset
+    payload: dict[str, Any] = field(default_factory=dict)  # JSON-like extras of a dataset row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How one response is sampled. top_p stays 1: the learner scores the distribution that was sampled from."""
+
+    temperature: float  # 0 is greedy
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine returns for one request."""
+
+    token_ids: tuple[int, ...]  # [T], the stop token included when there is one
+    logprobs: tuple[float, ...]  # [T], of each sampled token at the sampling temperature
+    finish_reason: str  # "stop" or "length"
+    weight_version: int
+    cached_prompt_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.token_ids or len(self.token_ids) != len(self.logprobs):
+            raise ValueError(f"completion has {len(self.token_ids)} token ids and {len(self.logprobs)} log-probabilities; expected equal and > 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRecord:
+    """One turn as the engine and the environment saw it."""
+
+    turn: int  # k
+    context_ids: tuple[int, ...]  # [C] c_k, exactly what the engine was given
+    context_hash: str
+    response_ids: tuple[int, ...]  # [T] l_k, exactly what the engine sampled
+    engine_logprobs: tuple[float, ...]  # [T]
+    weight_version: int
+    seed: int
+    temperature: float
+    finish_reason: str  # "stop" or "length"
+    observation: str  # f_k; empty at the end of the episode
+    reward: float  # r_k
+    state_hash: str  # of the environment at the boundary, before l_k
+    tool_calls: int = 0
+    malformed_calls: int = 0
+    cached_prompt_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.context_ids or not self.response_ids:
+            raise ValueError(f"turn {self.turn}: context has {len(self.context_ids)} tokens and response {len(self.response_ids)}; expected > 0")
+        if len(self.response_ids) != len(self.engine_logprobs):
+            raise ValueError(f"turn {self.turn}: {len(self.response_ids)} response tokens but {len(self.engine_logprobs)} log-probabilities")
+        if context_hash(self.context_ids) != self.context_hash:
+            raise ValueError(f"turn {self.turn}: context hash {self.context_hash} is not that of its {len(self.context_ids)} token ids")
+
+    @property
+    def loss_mask(self) -> tuple[bool, ...]:
+        """[C + T]: true exactly on the tokens that the engine sampled."""
+        return (False,) * len(self.context_ids) + (True,) * len(self.response_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """S_k of a trunk, ready to be restored anywhere."""
+
+    turn: int  # k
+    context_hash: str  # of c_k
+    state_hash: str
+    snapshot: bytes  # opaque: environment and context builder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A trunk, a sibling with its continuation, or an evaluation episode."""
+
+    rollout_id: str
+    task_id: str
+    turns: tuple[TurnRecord, ...]  # [K']; a sibling's first is the turn that is trained
+    boundaries: tuple[Boundary, ...] = ()  # of trunks only, one a realised turn
+    end: str = "terminated"  # terminated | truncated | overlong | failed
+    failure: str = ""  # first error message when end == "failed"
+
+    @property
+    def returns_to_go(self) -> float:
+        """Sum of the rewards from the first recorded turn on (gamma = 1)."""
+        return float(sum(turn.reward for turn in self.turns))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Siblings of one boundary: same c_k, same environment state, same weights."""
+
+    group_id: str  # task/trunk/turn
+    task_id: str
+    turn: int
+    siblings: tuple[Rollout, ...]  # [N]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One response to train on. `weight` is the sibling's share of its group (1/N), spread evenly over its T tokens."""
+
+    sample_id: str
+    context_ids: Sequence[int]  # [C]
+    context_hash: str
+    response_ids: Sequence[int]  # [T]
+    engine_logprobs: Sequence[float]  # [T]
+    advantage: float
+    weight: float
+
+    def __post_init__(self) -> None:
+        if len(self.response_ids) != len(self.engine_logprobs) or not len(self.response_ids):
+            raise ValueError(f"sample {self.sample_id}: {len(self.response_ids)} response tokens, {len(self.engine_logprobs)} log-probabilities")

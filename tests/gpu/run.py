@@ -1,0 +1,195 @@
+"""Checks that need a GPU, as one script of under 3 minutes on an H200: python tests/gpu/run.py. Needs torch and transformers only.
+
+1. A bf16 update on the GPU has the loss and gradient of the fp32 one on the CPU, and the fp32 one on the GPU as well.
+2. The weight channel sends a model over NCCL, and its hash is that of the same bytes on the CPU.
+3. Tokens per second and MFU of an update at the shape of Qwen3-0.6B.
+
+Every function takes the device, so that `--device cpu --tiny` runs the same code where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+
+from rtpo_ray.policy import modeling  # noqa: E402
+from rtpo_ray.policy.learner import Learner, UpdateResult, init_distributed  # noqa: E402
+from rtpo_ray.types import Sample, context_hash  # noqa: E402
+from rtpo_ray.weights.channel import WeightChannel, WeightsHash, open_store  # noqa: E402
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, by a part of the device's name
+SMALL: dict[str, Any] = dict(
+    vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+    initializer_range=0.05)
+QWEN3_06B: dict[str, Any] = dict(
+    vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+    head_dim=128)
+# AdamW's first step with these is minus the gradient, so that a gradient is the difference of parameters.
+GRADIENT_IS_THE_STEP = dict(lr=1e6, eps=1e6, weight_decay=0.0, max_grad_norm=1e9)
+
+
+def learner_config(**changes: Any) -> Any:
+    """The fields of rtpo_ray.config.LearnerConfig that the learner reads, without the library that reads YAML."""
+    defaults: dict[str, Any] = dict(
+        micro_batch_tokens=8192, lr=1e-6, warmup_steps=0, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8, max_grad_norm=1.0,
+        max_refused=3)
+    return SimpleNamespace(**{**defaults, **changes})
+
+
+def make_model(folder: Path, shape: dict[str, Any], device: str) -> str:
+    """A tied Qwen3 of this shape with fixed random weights; its folder. Made on `device`, which is faster on a GPU."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        lm = Qwen3ForCausalLM(Qwen3Config(**shape, max_position_embeddings=4096, tie_word_embeddings=True))
+    path = str(folder / f"qwen3-{shape['hidden_size']}x{shape['num_hidden_layers']}")
+    lm.save_pretrained(path)
+    return path
+
+
+def make_samples(count: int, context: int, response: int, vocabulary: int, ragged: bool) -> list[Sample]:
+    """Random samples; ragged ones have 1 to `context` and 1 to `response` tokens."""
+    rng, samples = random.Random(0), []
+    for number in range(count):
+        lengths = (rng.randint(1, context), rng.randint(1, response)) if ragged else (context, response)
+        ids, answer = ([rng.randrange(vocabulary) for _ in range(length)] for length in lengths)
+        samples.append(Sample(sample_id=f"s{number:04d}", context_ids=ids, context_hash=context_hash(ids), response_ids=answer,
+                              engine_logprobs=[-6.0] * len(answer), advantage=rng.uniform(-1, 1), weight=0.25))
+    return samples
+
+
+@contextmanager
+def one_rank(device: str) -> Iterator[None]:
+    """A default process group of this process alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        init_distributed(0, 1, f"file://{folder}/group", _with_index(device), timeout_seconds=120.0)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def make_learner(path: str, config: Any, dtype: str, device: str) -> Learner:
+    options: dict[str, Any] = dict(clip_low=0.2, clip_high=0.2, epochs=1, minibatches=1, temperature=1.0)
+    return Learner(path, config, dtype=dtype, device=_with_index(device), **options)
+
+
+def one_update(path: str, samples: list[Sample], dtype: str, device: str) -> tuple[UpdateResult, torch.Tensor, torch.Tensor]:
+    """Result of one update, log-probabilities before it [tokens] and its gradient [parameters], float64 on the CPU."""
+    with one_rank(device):
+        learner = make_learner(path, learner_config(**GRADIENT_IS_THE_STEP, micro_batch_tokens=1024), dtype, device)
+        logprobs = learner.score([(sample.context_ids, sample.response_ids) for sample in samples])
+        before = torch.cat([value.double().cpu().flatten() for _, value in modeling.full_parameters(learner.policy)])
+        result = learner.update(samples, n_groups=4, seed=0)
+        after = torch.cat([value.double().cpu().flatten() for _, value in modeling.full_parameters(learner.policy)])
+    assert result.optimizer_steps == 1, f"the update was refused: {result.refused}"
+    return result, torch.tensor([value for values in logprobs for value in values], dtype=torch.float64), before - after
+
+
+def check_gradients(folder: Path, device: str, shape: dict[str, Any] = SMALL) -> None:
+    """fp32 on the CPU against fp32 and bf16 on `device`."""
+    path = make_model(folder, shape, "cpu")
+    samples = make_samples(16, 48, 32, shape["vocab_size"], ragged=True)
+    reference, expected_logprobs, expected = one_update(path, samples, "float32", "cpu")
+    for dtype, least, largest_gap in (("float32", 0.9999, 1e-3), ("bfloat16", 0.99, 0.2)):
+        result, logprobs, found = one_update(path, samples, dtype, device)
+        cosine = float(found @ expected / (found.norm() * expected.norm()))
+        norm = abs(result.grad_norm / reference.grad_norm - 1)
+        gap = float((logprobs - expected_logprobs).abs().max())
+        loss = abs(result.loss - reference.loss)
+        error = float((found - expected).norm() / expected.norm())
+        print(f"gradient {dtype} on {device} against float32 on cpu: cosine {cosine:.6f}, relative error {error:.1e}, norm {norm:.1e}; "
+              f"loss {loss:.1e}, worst log-probability {gap:.1e} absolute")
+        assert cosine > least, f"{dtype}: cosine of the gradients is {cosine}, expected more than {least}"
+        assert norm < 0.05, f"{dtype}: gradient norm differs by {norm}, expected less than 0.05"
+        assert loss < 1e-3, f"{dtype}: loss differs by {loss}, expected less than 0.001"
+        assert gap < largest_gap, f"{dtype}: a log-probability differs by {gap}, expected less than {largest_gap}"
+
+
+def check_channel(folder: Path, device: str, shape: dict[str, Any] = SMALL) -> None:
+    """Send the learner's bf16 weights to nobody, beside the learner's own group, in small buckets; twice."""
+    path = make_model(folder, shape, "cpu")
+    with one_rank(device):
+        learner = make_learner(path, learner_config(), "bfloat16", device)
+        store = open_store("127.0.0.1", 0, 30.0)
+        channel = WeightChannel("gpu-test", 0, 1, "127.0.0.1", store.port, _with_index(device), 60.0, 100_000)
+        on_cpu = WeightsHash()
+        for name, value in learner.full_parameters():
+            on_cpu.add(name, value.cpu())
+        manifest = learner.parameters_manifest()
+        for version in (1, 2):
+            start = time.perf_counter()
+            found = channel.send(version, manifest, learner.full_parameters())
+            megabytes = sum(spec.nbytes for spec in manifest) / 1e6
+            print(f"weight channel on {device}: version {version}, {megabytes:.1f} MB, {time.perf_counter() - start:.3f} s, hash {found}")
+            assert found == on_cpu.hexdigest(), f"hash on {device} is {found}, on the cpu {on_cpu.hexdigest()}"
+        channel.close()
+
+
+def measure_training(
+    folder: Path, device: str, shape: dict[str, Any] = QWEN3_06B, samples: int = 32, response: int = 768, steps: int = 5
+) -> float:
+    """Tokens/s of whole updates (batching, forward, backward, optimizer) after one untimed; prints MFU = 6 N tokens/s / peak."""
+    path = make_model(folder, shape, device)
+    batch = make_samples(samples, response // 3, response, shape["vocab_size"], ragged=False)
+    with one_rank(device):
+        learner = make_learner(path, learner_config(), "bfloat16", device)
+        parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
+        tokens = learner.update(batch, n_groups=samples // 4, seed=0).learner_tokens
+        _synchronize(device)
+        start = time.perf_counter()
+        for seed in range(steps):
+            result = learner.update(batch, n_groups=samples // 4, seed=seed)
+            assert result.optimizer_steps == 1, f"update {seed} was refused: {result.refused}"
+        _synchronize(device)
+        rate = tokens * steps / (time.perf_counter() - start)
+        memory = torch.cuda.max_memory_allocated() / 2**30 if device.startswith("cuda") else 0.0
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
+    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    mfu = f"{6 * parameters * rate / peak:.1%}" if peak else "unknown (no peak on record for this device)"
+    print(f"training on {name}: {parameters / 1e6:.0f} M parameters, {tokens} tokens an update, {rate:,.0f} tokens/s, MFU {mfu}, "
+          f"peak memory {memory:.1f} GiB")
+    return rate
+
+
+def _with_index(device: str) -> str:
+    return "cuda:0" if device == "cuda" else device
+
+
+def _synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="where to run; cpu is for trying the script itself")
+    parser.add_argument("--tiny", action="store_true", help="train a small shape instead of Qwen3-0.6B's")
+    options = parser.parse_args()
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        print("no GPU: nothing was checked")
+        return 0
+    size: dict[str, Any] = dict(shape=SMALL, samples=8, response=48) if options.tiny else {}
+    with tempfile.TemporaryDirectory() as folder:
+        check_gradients(Path(folder), options.device)
+        check_channel(Path(folder), options.device)
+        measure_training(Path(folder), options.device, **size)
+    print("all GPU checks passed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
