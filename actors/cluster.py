@@ -18,12 +18,16 @@ from actors.generator import Generator
 from actors.pool import GeneratorPool
 from actors.publisher import AsLoaded, WeightPublisher
 from rtpo_ray import algorithms, environments
-from rtpo_ray.config import Config
+from rtpo_ray.config import DATA_CPUS, Config
 from rtpo_ray.engines.base import Engine
 from rtpo_ray.engines.vllm import VllmEngine
 from rtpo_ray.episodes.contexts import ChatTemplate
 from rtpo_ray.episodes.episode import EpisodeSettings
 from rtpo_ray.errors import ConfigError
+
+
+# A machine with few cores keeps few idle workers, and starting one costs as much as a stage of the tiny model.
+KEEP_WORKERS = {"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold_ms": 600_000}
 
 
 @contextmanager
@@ -34,7 +38,7 @@ def connect(config: Config) -> Iterator[None]:
         ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
     else:
         ray.init(address="local", num_cpus=config.cluster.local_cpus or os.cpu_count(), include_dashboard=config.cluster.dashboard,
-                 log_to_driver=True, logging_level=logging.WARNING)
+                 log_to_driver=True, logging_level=logging.WARNING, _system_config=KEEP_WORKERS)
     try:
         check_placement(config, ray.cluster_resources())
         yield
@@ -45,11 +49,11 @@ def connect(config: Config) -> Iterator[None]:
 def check_placement(config: Config, resources: dict[str, float]) -> None:
     """Whether learner and generators fit the whole cluster. Raises ConfigError with what is missing."""
     learner, generators = config.learner, config.generators
-    for kind, each_rank, each_generator in (("CPU", learner.cpus, generators.cpus), ("GPU", learner.gpus, generators.gpus)):
-        need, have = learner.ranks * each_rank + generators.count * each_generator, resources.get(kind, 0)
+    for kind, each_rank, each_generator, data in (("CPU", learner.cpus, generators.cpus, DATA_CPUS), ("GPU", learner.gpus, generators.gpus, 0)):
+        need, have = learner.ranks * each_rank + generators.count * each_generator + data, resources.get(kind, 0)
         if need > have:
             raise ConfigError(f"field learner.ranks is {learner.ranks} (x {each_rank:g} {kind}) and generators.count is {generators.count} "
-                              f"(x {each_generator:g} {kind}): {need:g} {kind}s do not fit the cluster's {have:g}")
+                              f"(x {each_generator:g} {kind}): with {data} for Ray Data, {need:g} {kind}s do not fit the cluster's {have:g}")
 
 
 def run_events(config: Config, model_path: str, folder: str) -> Iterator[Event]:

@@ -78,4 +78,6 @@ class LearnerGang:
 
 def thread_variables(threads: int) -> dict[str, str]:
     """Environment of a process that computes on CPUs: spinning OpenMP threads on shared cores collapse to a crawl."""
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false",
+            "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_LOGS": "-all"}

@@ -109,8 +109,9 @@ def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty:
         if attempt == collection.retries or not any(failed):
             done.append(table)
             break
-        done.append(table.filter(pa.array([not bad for bad in failed])))
-        rows, avoid = rows.filter(pa.array(_rows_of(rows, table, failed))), (*avoid, lease.member)
+        key, bad = _failed_requests(table, failed)
+        done.append(table.filter(pa.array([value not in bad for value in table[key].to_pylist()])))  # all trunks of a task are made again
+        rows, avoid = rows.filter(pa.array([value in bad for value in rows[key].to_pylist()])), (*avoid, lease.member)
     return pa.concat_tables(done) if done else empty
 
 
@@ -128,8 +129,7 @@ def _failed_rows(table: pa.Table) -> list[bool]:
     return [end == "failed" for end in table["end"].to_pylist()]
 
 
-def _rows_of(rows: pa.Table, table: pa.Table, failed: Sequence[bool]) -> list[bool]:
-    """Which request rows have a failed result: by group, or by task."""
+def _failed_requests(table: pa.Table, failed: Sequence[bool]) -> tuple[str, set[str]]:
+    """The requests with a failed result: the column that tells requests apart (a group, or a task), and its values."""
     key = "group_id" if "group_id" in table.column_names else "task_id"
-    bad = {value for value, is_bad in zip(table[key].to_pylist(), failed, strict=True) if is_bad}
-    return [value in bad for value in rows[key].to_pylist()]
+    return key, {value for value, is_bad in zip(table[key].to_pylist(), failed, strict=True) if is_bad}

@@ -37,6 +37,8 @@ def _join(left: object, right: object) -> object:
 
 def count_stage(samples: pa.Table) -> StageCounts:
     """Counts of SAMPLES rows; groups never straddle two tables."""
+    if not len(samples):  # an empty block has lost its columns on its way through Ray Data
+        return StageCounts()
     columns = samples.select([
         "group_id", "outcome", "reason", "return", "weight_version", "generated_tokens", "prompt_tokens", "cached_prompt_tokens", "credit_seconds"]).to_pylist()
     counts = StageCounts(siblings=len(columns))

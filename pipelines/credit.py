@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipelines.rows import SAMPLES, table_to_groups
 from rtpo_ray.types import Group, Rollout, Sample
@@ -31,7 +32,7 @@ def credit_groups(groups: pa.Table, *, credit: Credit) -> pa.Table:
 
 
 def _credit_one(group: Group, credit: Credit) -> list[dict[str, Any]]:
-    failure = next((sibling.failure for sibling in group.siblings if sibling.end == "failed"), "")
+    failure = next((sibling.failure or "failed without a message" for sibling in group.siblings if sibling.end == "failed"), "")
     overlong = any(sibling.end == "overlong" and not sibling.turns for sibling in group.siblings)
     if failure or overlong:
         outcome, reason = ("failed", failure) if failure else ("filtered", "overlong")
@@ -39,7 +40,8 @@ def _credit_one(group: Group, credit: Credit) -> list[dict[str, Any]]:
     advantages = credit([sibling.returns_to_go for sibling in group.siblings])
     if len(advantages) != len(group.siblings):
         raise ValueError(f"group {group.group_id}: credit gave {len(advantages)} advantages for {len(group.siblings)} siblings")
-    informative = any(abs(advantage) > 1e-12 for advantage in advantages)
+    rounding = 1e-12 * max(1.0, *(abs(sibling.returns_to_go) for sibling in group.siblings))
+    informative = any(abs(advantage) > rounding for advantage in advantages)
     outcome, reason = ("trained", "") if informative else ("filtered", "zero_advantage")
     return [_sample(group, sibling, outcome, reason, advantage) for sibling, advantage in zip(group.siblings, advantages, strict=True)]
 
@@ -60,7 +62,9 @@ def _sample(group: Group, sibling: Rollout, outcome: str, reason: str, advantage
 
 def samples_to_train(table: pa.Table) -> list[Sample]:
     """The rows that carry a gradient, as the learner takes them. Token arrays stay numpy views of the Arrow buffers."""
-    table = table.filter(pa.compute.equal(table["outcome"], "trained"))
+    if not len(table):  # an empty block has lost its columns on its way through Ray Data
+        return []
+    table = table.filter(pc.equal(table["outcome"], "trained"))
     arrays = {name: table[name].combine_chunks() for name in ("context_ids", "response_ids", "engine_logprobs")}
     columns = {name: table[name].to_pylist() for name in ("sample_id", "context_hash", "advantage", "weight")}
     return [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pyarrow as pa
 import ray.data
 
 from pipelines.rows import tasks_to_table
@@ -23,13 +22,8 @@ def held_out_tasks(count: int) -> list[Task]:
 
 
 def dataset(tasks: Sequence[Task], blocks: int) -> ray.data.Dataset:
-    """Tasks as a Ray Dataset of up to `blocks` blocks of nearly equal size; each block becomes one lease of a generator."""
-    table = tasks_to_table(tasks)
-    blocks = max(1, min(blocks, len(tasks)))
-    bounds = [len(tasks) * i // blocks for i in range(blocks + 1)]
-    return ray.data.from_arrow([_compact(table.slice(a, b - a)) for a, b in zip(bounds, bounds[1:], strict=False)])
+    """Tasks as a Ray Dataset of up to `blocks` blocks of nearly equal size; each block becomes one lease of a generator.
 
-
-def _compact(table: pa.Table) -> pa.Table:
-    """A slice would travel with the whole table's buffers."""
-    return pa.Table.from_batches(table.to_batches()).combine_chunks()
+    `from_items` makes its blocks here; `from_arrow` would ask for a CPU, and all may belong to the learner and the generators.
+    """
+    return ray.data.from_items(tasks_to_table(tasks).to_pylist(), override_num_blocks=max(1, min(blocks, len(tasks))))

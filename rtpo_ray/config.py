@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rtpo_ray import algorithms, environments
 from rtpo_ray.errors import ConfigError
+
+
+DATA_CPUS = 1  # logical CPUs that Ray Data's own tasks need beside learner and generators
 
 
 def opt(default: Any, doc: str, *, choices: Sequence[str] = (), least: float | None = None, above: float | None = None) -> Any:
@@ -101,7 +105,7 @@ class SamplingConfig:
 @dataclass(kw_only=True)
 class GeneratorConfig:
     count: int = opt(1, "sampling engines", least=1)
-    cpus: float = opt(1.0, "logical CPUs each", least=0)
+    cpus: float = opt(0.5, "logical CPUs each", least=0)
     gpus: float = opt(0.0, "GPUs each", least=0)
     threads: int = opt(1, "compute threads each on CPUs", least=1)
     max_num_seqs: int = opt(256, "responses sampled at once by one engine", least=1)
@@ -113,7 +117,7 @@ class GeneratorConfig:
 @dataclass(kw_only=True)
 class LearnerConfig:
     ranks: int = opt(1, "processes that share the model with FSDP2", least=1)
-    cpus: float = opt(1.0, "logical CPUs each", least=0)
+    cpus: float = opt(0.5, "logical CPUs each", least=0)
     gpus: float = opt(0.0, "GPUs each", least=0)
     threads: int = opt(1, "compute threads each on CPUs", least=1)
     micro_batch_tokens: int = opt(8192, "tokens of one forward and backward pass, padding included", least=1)
@@ -181,8 +185,12 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             schema = OmegaConf.merge(schema, layer)
         except OmegaConfBaseException as error:
             raise ConfigError(_explain(error, layer, origin)) from error
-    config = OmegaConf.to_object(schema)
+    try:
+        config = OmegaConf.to_object(schema)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"field {getattr(error, 'full_key', None) or '?'}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
+    _check_placement(config)
     return config
 
 
@@ -191,10 +199,18 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+def defaults() -> Config:
+    """Every default, without the checks: help must work on a machine where the defaults do not fit."""
+    config = object.__new__(Config)
+    for spec in dataclasses.fields(Config):
+        setattr(config, spec.name, spec.default_factory())  # type: ignore[misc]
+    return config
+
+
 def describe() -> str:
     """Every field with its default and documentation, for --help and the README."""
     lines = []
-    for name, value, spec in walk(Config()):
+    for name, value, spec in walk(defaults()):
         choices = spec.metadata["choices"] if "choices" in spec.metadata else ()
         shown = value if value != "" else '""'
         lines.append(f"  {name}={shown}\n      {spec.metadata['doc']}" + (f" ({' | '.join(choices)})" if choices else ""))
@@ -240,7 +256,7 @@ def _refuse_unknown(layer: DictConfig, schema: Any, prefix: str, origin: str) ->
 def _explain(error: OmegaConfBaseException, layer: DictConfig, origin: str) -> str:
     name = getattr(error, "full_key", None) or "?"
     value = OmegaConf.select(layer, name) if name != "?" else None
-    wanted = {leaf: spec.type for leaf, _, spec in walk(Config())}.get(name, "another type")
+    wanted = {leaf: spec.type for leaf, _, spec in walk(defaults())}.get(name, "another type")
     return f"{origin}: field {name} is {value!r}; expected {wanted}"
 
 
@@ -248,8 +264,8 @@ def _check_field(name: str, value: Any, spec: dataclasses.Field[Any]) -> None:
     meta = spec.metadata
     if meta.get("choices") and value not in meta["choices"]:
         raise ConfigError(f"field {name} is {value!r}; valid choices: {', '.join(meta['choices'])}")
-    if isinstance(value, float) and value != value:
-        raise ConfigError(f"field {name} is not a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"field {name} is {value}; expected a finite number")
     if meta.get("least") is not None and value < meta["least"]:
         raise ConfigError(f"field {name} is {value}; expected at least {meta['least']}{_why(name)}")
     if meta.get("above") is not None and value <= meta["above"]:
@@ -271,6 +287,11 @@ def _check_together(config: Config) -> None:
         raise ConfigError(f"field run.name is {config.run.name!r}; expected a plain folder name")
     if config.warm_start.noise > 1:
         raise ConfigError(f"field warm_start.noise is {config.warm_start.noise}; expected a probability in [0, 1]")
+    if config.algorithm.clip_low >= 1:
+        raise ConfigError(f"field algorithm.clip_low is {config.algorithm.clip_low}; expected less than 1, since a ratio is never below 0")
+    for name in ("beta1", "beta2"):
+        if getattr(config.learner, name) >= 1:
+            raise ConfigError(f"field learner.{name} is {getattr(config.learner, name)}; expected a share in [0, 1)")
     if config.warm_start.hidden % 32:
         raise ConfigError(f"field warm_start.hidden is {config.warm_start.hidden}; expected a multiple of 32, the width of an attention head")
     if generators.gpu_memory_utilization > 1:
@@ -278,19 +299,27 @@ def _check_together(config: Config) -> None:
     if sampling.max_response_tokens >= generators.max_model_len:
         raise ConfigError(f"field sampling.max_response_tokens is {sampling.max_response_tokens}; expected less than "
                           f"generators.max_model_len ({generators.max_model_len}), which also holds the context")
+    if config.weights.probe_tokens >= generators.max_model_len:
+        raise ConfigError(f"field weights.probe_tokens is {config.weights.probe_tokens}; expected less than "
+                          f"generators.max_model_len ({generators.max_model_len}), which also holds the context")
     if generators.max_model_len > config.learner.micro_batch_tokens:
         raise ConfigError(f"field learner.micro_batch_tokens is {config.learner.micro_batch_tokens}; expected at least "
                           f"generators.max_model_len ({generators.max_model_len}), or the longest sample would not fit")
-    _check_placement(config)
+
+
+_PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 
 
 def _check_environment_args(environment: EnvironmentConfig) -> None:
     """Build the environment once: its constructor knows what is valid."""
     cls = environments.REGISTRY[environment.name]
     parameters = inspect.signature(cls).parameters
-    for key in environment.args:
+    for key, value in environment.args.items():
         if key not in parameters:
             raise ConfigError(f"unknown field environment.args.{key} for environment {environment.name!r}; valid: {', '.join(parameters)}")
+        hint = str(parameters[key].annotation)
+        if hint in _PLAIN and type(value) not in _PLAIN[hint]:
+            raise ConfigError(f"field environment.args.{key} is {value!r}; expected {hint}")
     try:
         built = cls(**environment.args)
         built.check(environment.max_turns)
@@ -299,13 +328,16 @@ def _check_environment_args(environment: EnvironmentConfig) -> None:
 
 
 def _check_placement(config: Config) -> None:
-    """On a local cluster the sizes are known before Ray starts; on a real one `actors.placement` checks again."""
+    """On a local cluster the sizes are known before Ray starts; on a real one `actors.cluster` checks again.
+
+    Not part of `Config`'s own checks: the defaults must exist on every machine, for --help and for tests.
+    """
     learner, generators = config.learner, config.generators
     if config.cluster.address or os.environ.get("RAY_ADDRESS"):
         return
     cpus = config.cluster.local_cpus or os.cpu_count() or 1
-    need = learner.ranks * learner.cpus + generators.count * generators.cpus
+    need = learner.ranks * learner.cpus + generators.count * generators.cpus + DATA_CPUS
     if need > cpus:
         raise ConfigError(
             f"field learner.ranks is {learner.ranks} (x {learner.cpus:g} CPUs) and generators.count is {generators.count} (x {generators.cpus:g} CPUs): "
-            f"{need:g} CPUs do not fit the local cluster's {cpus}; lower one of them or raise cluster.local_cpus")
+            f"with {DATA_CPUS} for Ray Data, {need:g} CPUs do not fit the local cluster's {cpus}; lower one of them or raise cluster.local_cpus")

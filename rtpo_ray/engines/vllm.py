@@ -236,6 +236,7 @@ def _start(model_path: str, **arguments: Any) -> tuple[Any, bool]:
         enable_prefix_caching=True,
         async_scheduling=False,  # a step scheduled ahead could outlive its requests and overlap a weight push
         disable_log_stats=True,
+        use_tqdm_on_load=False,
         **arguments,
     ))
     return llm, on_cpu

@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
     eos_token: str
     eos_token_id: int
 
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = ..., verbose: bool = ...) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
     def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any: ...
 
@@ -38,7 +38,7 @@ class ChatTemplate:
         return text
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
     def response_text(self, response_ids: Sequence[int]) -> str:
         """The response as the environment reads it: without the end-of-turn token."""
@@ -51,21 +51,22 @@ class ChatTemplate:
         """Tokens between a response and the next one: the rest of the closed assistant message, the observation, the prompt.
 
         Found by rendering a dummy conversation with and without the observation, so that any template whose earlier messages
-        are stable works. Raises ValueError for one that rewrites them: use `environment.context=template` there.
+        are stable works. Raises ValueError for one that rewrites them: use `environment.context=template` there. A reply with a
+        thought is tried too: Qwen3 puts an empty one before a last reply without any, and keeps a real one while tools answer.
         """
         return self._delta(observation, closed)
 
     def _make_delta(self, observation: Observation, closed: bool) -> list[int]:
-        marker = "assistant-reply"
-        before: list[dict[str, Any]] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
-        after = [*before, {"role": observation.role, "content": observation.text}]
-        head, full = self.render(before, [], prompt=False), self.render(after, [], prompt=True)
-        stable = head[: head.rindex(marker) + len(marker)]
-        eos = self.tokenizer.eos_token
-        if not full.startswith(head) or not full[len(stable):].startswith(eos):
-            raise ValueError(f"the chat template rewrites an earlier message when a {observation.role!r} message follows, or does not end it "
-                             f"with {eos!r}; set environment.context=template")
-        return self.encode(full[len(stable) + (len(eos) if closed else 0):])
+        marker, eos = "assistant-reply", self.tokenizer.eos_token
+        for reply in (marker, f"<think>\nthought\n</think>\n\n{marker}"):
+            before: list[dict[str, Any]] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": reply}]
+            after = [*before, {"role": observation.role, "content": observation.text}]
+            head, full = self.render(before, [], prompt=False), self.render(after, [], prompt=True)
+            stable = head[: head.rindex(marker) + len(marker)]
+            if full.startswith(head) and full[len(stable):].startswith(eos):
+                return self.encode(full[len(stable) + (len(eos) if closed else 0):])
+        raise ValueError(f"the chat template rewrites an earlier message when a {observation.role!r} message follows, or does not end it "
+                         f"with {eos!r}; set environment.context=template")
 
 
 class Append:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,17 +101,23 @@ class Episode:
 
     async def _step(self, text: str) -> Step:
         """One environment step; off the event loop and with a deadline unless it is instant."""
-        limit = self._settings.step_timeout
-        try:
-            if self._environment.instant:
-                step = self._environment.step(text)
-            else:
-                step = await asyncio.wait_for(asyncio.to_thread(self._environment.step, text), limit)
-        except TimeoutError as error:
-            raise TimeoutError(f"{type(self._environment).__name__}.step took longer than environment.step_timeout ({limit:g} s) at turn {self.turn}") from error
+        limit, name = self._settings.step_timeout, type(self._environment).__name__
+        if self._environment.instant:
+            step = self._environment.step(text)
+        else:
+            deadline = asyncio.timeout(limit)
+            try:
+                async with deadline:
+                    step = await asyncio.to_thread(self._environment.step, text)
+            except TimeoutError as error:
+                if not deadline.expired():
+                    raise  # the environment's own
+                raise TimeoutError(f"{name}.step took longer than environment.step_timeout ({limit:g} s) at turn {self.turn}") from error
         if (step.observation is None) != (step.terminated or step.truncated):
-            raise ValueError(f"{type(self._environment).__name__}.step returned observation {step.observation!r} with terminated={step.terminated}, "
+            raise ValueError(f"{name}.step returned observation {step.observation!r} with terminated={step.terminated}, "
                              f"truncated={step.truncated}; expected an observation exactly while the episode goes on")
+        if not math.isfinite(step.reward):
+            raise ValueError(f"{name}.step returned reward {step.reward} at turn {self.turn}; expected a finite number")
         return step
 
 

@@ -92,8 +92,7 @@ def build_tokenizer(config: Config) -> PreTrainedTokenizerFast:
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     texts = [text for index in range(500) for text in _transcript(config, index)]
     raw.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE,
-                                   model_max_length=config.generators.max_model_len)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE)
 
 
 def build_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:

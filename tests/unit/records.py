@@ -1,0 +1,51 @@
+"""Random and hand-made records, for tests of rows, credit and counts."""
+
+import random
+import struct
+
+from rtpo_ray.types import Boundary, Group, Rollout, TurnRecord, context_hash
+
+
+def turn_record(turn=0, context=(1, 2), response=(3, 4), reward=0.0, **changes):
+    fields = {
+        "turn": turn, "context_ids": tuple(context), "context_hash": context_hash(context), "response_ids": tuple(response),
+        "engine_logprobs": (-0.5,) * len(response), "weight_version": 0, "seed": 1, "temperature": 1.0, "finish_reason": "stop",
+        "observation": "", "reward": reward, "state_hash": "s"}
+    return TurnRecord(**{**fields, **changes})
+
+
+def sibling(name, *rewards, end="terminated", failure="", turn=0):
+    """A rollout from `turn` on with these rewards; without any, one that has no turns."""
+    turns = tuple(turn_record(turn + i, context=range(1, 4 + i), reward=reward) for i, reward in enumerate(rewards))
+    return Rollout(rollout_id=name, task_id="t", turns=turns, end=end, failure=failure)
+
+
+def failed(name, failure="EngineError: lost"):
+    return sibling(name, end="failed", failure=failure)
+
+
+def group(*siblings, name="t/0/0", turn=0):
+    return Group(group_id=name, task_id="t", turn=turn, siblings=siblings)
+
+
+def random_text(rng):
+    return "".join(rng.choice("ab \n\"\\\u00e9\u4e2d\U0001f600\x00") for _ in range(rng.randint(0, 12)))
+
+
+def random_rollout(rng, name, boundaries=True):
+    turns = []
+    for k in range(rng.randint(0, 4)):
+        context, response = ([rng.randrange(2**31) for _ in range(rng.randint(1, 20))] for _ in range(2))
+        logprobs = tuple(struct.unpack("f", struct.pack("f", -rng.expovariate(1)))[0] for _ in response)  # engines report float32
+        turns.append(turn_record(
+            k, context, response, reward=rng.uniform(-1, 1), engine_logprobs=logprobs, weight_version=rng.randrange(2**40), seed=rng.randrange(2**31),
+            temperature=rng.random(), finish_reason=rng.choice(("stop", "length")), observation=random_text(rng), state_hash=random_text(rng),
+            tool_calls=rng.randrange(3), malformed_calls=rng.randrange(3), cached_prompt_tokens=rng.randrange(20)))
+    kept = tuple(Boundary(turn=turn.turn, context_hash=turn.context_hash, state_hash=turn.state_hash, snapshot=rng.randbytes(rng.randint(0, 30)))
+                 for turn in turns if boundaries)
+    return Rollout(rollout_id=name, task_id=random_text(rng), turns=tuple(turns), boundaries=kept,
+                   end=rng.choice(("terminated", "truncated", "overlong")), failure=random_text(rng))
+
+
+def rng_of(seed):
+    return random.Random(seed)

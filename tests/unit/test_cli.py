@@ -1,0 +1,81 @@
+"""The command answers help and configuration errors without loading anything heavy."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rtpo_ray import cli
+from rtpo_ray.config import Config, walk
+from rtpo_ray.errors import ConfigError, EngineError
+
+ROOT = Path(__file__).parents[2]
+PROBE = """
+import sys
+from rtpo_ray import cli
+try:
+    code = cli.main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+print("HEAVY", [name for name in ("torch", "vllm", "ray", "transformers", "aim", "pyarrow") if name in sys.modules])
+sys.exit(code)
+"""
+
+
+def probe(*argv):
+    return subprocess.run([sys.executable, "-c", PROBE, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(autouse=True)
+def placement_is_left_to_the_cluster(monkeypatch):
+    """As after `ray job submit`: the tests' machine may have one CPU."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+
+
+@pytest.mark.parametrize("argv", [("train", "algorithm.n_siblings=1"), ("train", "--config", "nowhere.yaml"), ("evaluate", "run.nmae=x")])
+def test_a_configuration_error_exits_2_at_once(argv):
+    done = probe(*argv)
+    assert done.returncode == 2
+    assert "HEAVY []" in done.stdout
+    assert done.stderr.startswith("rtpo: configuration error: ") and "Traceback" not in done.stderr
+
+
+def test_help_lists_every_field_at_once():
+    done = probe("train", "--help")
+    assert done.returncode == 0
+    assert "HEAVY []" in done.stdout
+    missing = [name for name, _, spec in walk(Config()) if f"  {name}=" not in done.stdout or spec.metadata["doc"] not in done.stdout]
+    assert missing == []
+
+
+def test_no_command_and_unknown_options_are_usage_errors(capsys):
+    for argv in ([], ["fly"], ["train", "--fast"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(argv)
+        assert caught.value.code == 2
+    assert "usage: rtpo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code", "line"), [
+    (ConfigError("field a is b"), 2, "rtpo: configuration error: field a is b\n"), (EngineError("lost"), 1, "rtpo: EngineError: lost\n")])
+def test_errors_of_a_command_become_exit_codes(monkeypatch, capsys, error, code, line):
+    def fail(config, args):
+        raise error
+
+    monkeypatch.setattr(cli, "evaluate", fail)
+    assert cli.main(["evaluate"]) == code
+    assert capsys.readouterr().err == line
+
+
+def test_a_model_folder_that_does_not_exist_is_a_configuration_error(capsys, tmp_path):
+    assert cli.main(["evaluate", "--model", str(tmp_path / "none")]) == 2
+    assert f"field model.path is '{tmp_path / 'none'}'; expected a folder that exists" in capsys.readouterr().err
+
+
+def test_a_second_run_of_the_same_name_is_a_configuration_error(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    (tmp_path / "twice").mkdir()
+    (tmp_path / "twice" / "metrics.jsonl").touch()
+    assert cli.main(["train", "run.name=twice", f"run.root={tmp_path}", "run.aim=false"]) == 2
+    assert "field run.name is 'twice'" in capsys.readouterr().err

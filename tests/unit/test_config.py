@@ -1,0 +1,158 @@
+"""The configuration: every mistake is named with its field, its value and what is valid."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from rtpo_ray import config as config_module
+from rtpo_ray.config import Config, describe, load_config, to_yaml, walk
+from rtpo_ray.errors import ConfigError
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+@pytest.fixture(autouse=True)
+def local_cluster(monkeypatch):
+    """Placement is checked against four CPUs, wherever the tests run."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(config_module.os, "cpu_count", lambda: 4)
+
+
+def refused(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    return str(caught.value)
+
+
+def test_defaults_are_valid_and_overrides_win_over_the_file(tmp_path):
+    assert load_config(None) == Config()
+    file = tmp_path / "a.yaml"
+    file.write_text("algorithm: {n_siblings: 4, n_trunks: 2}\nrun: {name: from-file}\n")
+    loaded = load_config(file, ["algorithm.n_siblings=6", "learner.lr=1e-4", "environment.args.hops=1"])
+    assert (loaded.algorithm.n_siblings, loaded.algorithm.n_trunks, loaded.run.name) == (6, 2, "from-file")
+    assert (loaded.learner.lr, loaded.environment.args) == (1e-4, {"hops": 1})
+    assert dataclasses.replace(loaded, algorithm=Config().algorithm, run=Config().run, learner=Config().learner,
+                               environment=Config().environment) == Config()
+
+
+@pytest.mark.parametrize(("override", "parts"), [
+    ("algorithm.n_sibling=3", ["unknown field algorithm.n_sibling ", "did you mean algorithm.n_siblings?", "n_trunks", "clip_low", "epochs"]),
+    ("algorthm.epochs=3", ["unknown field algorthm ", "did you mean algorithm?", "learner", "weights"]),
+    ("zzz=3", ["unknown field zzz;", "valid here: run, cluster, model"]),
+    ("environment.args.hop=2", ["environment.args.hop", "'lookup'", "hops, entities, relations, replay"]),
+])
+def test_unknown_fields_name_the_valid_ones(override, parts):
+    message = refused(override)
+    assert [part for part in parts if part not in message] == [], message
+
+
+def test_a_hint_is_given_only_when_one_is_close():
+    assert "did you mean" not in refused("zzz=3")
+
+
+@pytest.mark.parametrize(("override", "parts"), [
+    ("algorithm.n_siblings=many", ["field algorithm.n_siblings is 'many'", "expected int"]),
+    ("algorithm.n_siblings=2.5", ["field algorithm.n_siblings is 2.5", "expected int"]),
+    ("learner.lr=fast", ["field learner.lr is 'fast'", "expected float"]),
+    ("run.aim=perhaps", ["field run.aim is 'perhaps'", "expected bool"]),
+    ("run.name=null", ["field run.name is None", "expected str"]),
+    ("run.seed=[1]", ["field run.seed is [1]", "expected int"]),
+    ("environment.args=3", ["field environment.args is 3", "expected dict"]),
+    ("environment.args.hops=two", ["field environment.args.hops is 'two'", "expected int"]),
+    ("environment.args.hops=1.5", ["field environment.args.hops is 1.5", "expected int"]),
+    ("environment.args.replay=3", ["field environment.args.replay is 3", "expected bool"]),
+    ("algorithm=3", ["algorithm is a section", "(3)", "n_siblings"]),
+    ("run=null", ["run is a section", "(None)", "sweeps"]),
+])
+def test_wrong_types_name_field_value_and_type(override, parts):
+    message = refused(override)
+    assert [part for part in parts if part not in message] == [], message
+
+
+@pytest.mark.parametrize(("overrides", "parts"), [
+    (["algorithm.n_siblings=1"], ["algorithm.n_siblings is 1", "at least 2", "advantage is always 0"]),
+    (["environment.max_turns=0"], ["environment.max_turns is 0", "at least 1"]),
+    (["learner.lr=0"], ["learner.lr is 0.0", "more than 0"]),
+    (["learner.lr=nan"], ["learner.lr is nan", "finite"]),
+    (["learner.lr=inf"], ["learner.lr is inf", "finite"]),
+    (["learner.beta2=1"], ["learner.beta2 is 1.0", "[0, 1)"]),
+    (["algorithm.clip_low=1"], ["algorithm.clip_low is 1.0", "less than 1"]),
+    (["algorithm.name=grpo2"], ["algorithm.name is 'grpo2'", "valid choices: rtpo"]),
+    (["environment.name=maze"], ["environment.name is 'maze'", "lookup"]),
+    (["environment.context=merge"], ["environment.context is 'merge'", "append, template"]),
+    (["sampling.overlong=cut"], ["sampling.overlong is 'cut'", "error, drop"]),
+    (["model.dtype=int8"], ["model.dtype is 'int8'", "float32, bfloat16"]),
+    (["warm_start.noise=1.1"], ["warm_start.noise is 1.1", "[0, 1]"]),
+    (["warm_start.hidden=100"], ["warm_start.hidden is 100", "multiple of 32"]),
+    (["generators.gpu_memory_utilization=1.5"], ["generators.gpu_memory_utilization is 1.5", "(0, 1]"]),
+    (["run.name=a/b"], ["run.name is 'a/b'", "plain folder name"]),
+    (["run.name=.hidden"], ["run.name is '.hidden'", "plain folder name"]),
+    (["environment.args.hops=3", "environment.max_turns=3"], ["'hops': 3", "3 hops need 4 turns", "environment.max_turns is 3"]),
+    (["environment.args.hops=0"], ["hops is 0", "at least 1"]),
+    (["environment.args.entities=27"], ["entities is 27", "2 to 26"]),
+    (["environment.args.relations=5"], ["relations is 5", "1 to 4"]),
+    (["sampling.max_response_tokens=512"], ["sampling.max_response_tokens is 512", "generators.max_model_len (512)"]),
+    (["learner.micro_batch_tokens=511"], ["learner.micro_batch_tokens is 511", "generators.max_model_len (512)"]),
+    (["weights.probe_tokens=512"], ["weights.probe_tokens is 512", "generators.max_model_len (512)"]),
+    (["learner.ranks=4"], ["learner.ranks is 4", "generators.count is 1", "6 CPUs", "the local cluster's 4", "cluster.local_cpus"]),
+    (["cluster.local_cpus=2", "generators.count=3"], ["generators.count is 3", "5 CPUs", "the local cluster's 2"]),
+])
+def test_impossible_values_name_field_value_and_what_is_valid(overrides, parts):
+    message = refused(*overrides)
+    assert [part for part in parts if part not in message] == [], message
+
+
+@pytest.mark.parametrize("override", ["algorithm.n_siblings", "--fast", "algorithm.n_siblings=[1", "run.name=${nowhere}"])
+def test_unreadable_overrides_are_configuration_errors(override):
+    assert override.split("=")[0] in refused(override)
+
+
+def test_placement_is_left_to_the_cluster_when_there_is_one(monkeypatch):
+    assert load_config(None, ["cluster.address=auto", "learner.ranks=64"]).learner.ranks == 64
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert load_config(None, ["learner.ranks=64"]).learner.ranks == 64
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert load_config(None, ["cluster.local_cpus=66", "learner.ranks=64"]).learner.ranks == 64
+
+
+@pytest.mark.parametrize(("text", "part"), [("run: {name: [}", "not valid YAML"), ("- a\n- b\n", "at the top level"), ("run: 3\n", "run is a section")])
+def test_a_broken_file_is_named(tmp_path, text, part):
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert "broken.yaml" in str(caught.value) and part in str(caught.value)
+
+
+def test_a_missing_file_is_named_with_the_existing_ones(monkeypatch):
+    monkeypatch.chdir(CONF.parent)
+    with pytest.raises(ConfigError, match=r"'conf/fast.yaml' does not exist.*conf/quickstart\.yaml"):
+        load_config("conf/fast.yaml")
+
+
+@pytest.mark.parametrize("overrides", [[], ["run.name=x-1", "learner.lr=3e-5", "environment.args={hops: 1, replay: true}", "model.path='~/a b: c'"]])
+def test_yaml_round_trip(tmp_path, overrides):
+    config = load_config(None, overrides)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONF)))
+def test_every_file_of_conf_loads_and_overrides_something(file):
+    assert load_config(file, ["cluster.local_cpus=1024"]) != load_config(None, ["cluster.local_cpus=1024"])
+
+
+def test_help_does_not_depend_on_the_machine(monkeypatch):
+    everywhere = describe()
+    monkeypatch.setattr(config_module.os, "cpu_count", lambda: 1)
+    assert describe() == everywhere
+    assert "do not fit the local cluster's 1" in refused("run.seed=1")
+
+
+def test_every_field_is_documented_and_described():
+    text = describe()
+    for name, value, spec in walk(Config()):
+        assert len(spec.metadata["doc"]) > 5, name
+        assert f"  {name}={value if value != '' else chr(34) * 2}\n      {spec.metadata['doc']}" in text
+    assert "(append | template)" in text

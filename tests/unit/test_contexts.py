@@ -1,0 +1,155 @@
+"""Tokens in, tokens out: contexts grow by exactly what was sampled, over several chat templates."""
+
+import pytest
+from chats import chat
+from worlds import Parrot, episode, parrot_engine, run
+
+from rtpo_ray.environments.base import Observation
+from rtpo_ray.episodes.contexts import Append, Template
+from rtpo_ray.types import context_hash
+
+STABLE = ["chatml", "llama", "mistral"]
+RESPONSES = ["hello", " two words ", "hello\n\n", "\u00e9\u4e2d\U0001f600", "<tool_call>{}</tool_call>", "<think>\nhm\n</think>\n\nhello"]
+
+
+def started(builder, family):
+    made = builder(chat(family))
+    made.start("", [], Observation("question"))
+    return made
+
+
+def bytewise(template, text):
+    """Token ids that decode to `text` but are not what `encode` gives."""
+    ids = [template.tokenizer.convert_tokens_to_ids(token) for token in "".join(template.tokenizer.tokenize(text))]
+    assert template.tokenizer.decode(ids) == text and ids != template.encode(text)
+    return ids
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize("family", STABLE)
+def test_append_holds_what_was_sampled_and_reads_as_the_template_would(family, role):
+    template, messages = chat(family), [{"role": "user", "content": "question"}]
+    builder = started(Append, family)
+    assert builder.context() == template.encode(template.render(messages, [], prompt=True))
+    for number, text in enumerate(RESPONSES):
+        before, space = builder.context(), " " if family == "mistral" else ""
+        response = [*template.encode(space + text), template.tokenizer.eos_token_id]
+        builder.extend(response, Observation(f"word {number}", role))
+        after = builder.context()
+        assert after[: len(before) + len(response)] == before + response
+        assert len(after) > len(before) + len(response)
+        messages += [{"role": "assistant", "content": text}, {"role": role, "content": f"word {number}"}]
+        trimmed = [{**message, "content": message["content"].strip()} for message in messages] if family == "llama" else messages
+        whole = template.render(trimmed, [], prompt=True)
+        shown = template.tokenizer.decode(after)
+        assert (shown if family != "llama" else shown.replace(" two words ", "two words").replace("hello\n\n", "hello")) == whole
+
+
+@pytest.mark.parametrize("family", [*STABLE, "qwen3"])
+def test_append_keeps_token_ids_that_encoding_would_not_give(family):
+    template, builder = chat(family), started(Append, family)
+    response = [*bytewise(template, "hello world"), template.tokenizer.eos_token_id]
+    before = builder.context()
+    builder.extend(response, Observation("next", "tool"))
+    assert builder.context()[len(before): len(before) + len(response)] == response
+
+
+@pytest.mark.parametrize("family", [*STABLE, "qwen3"])
+def test_a_cut_response_is_closed_by_an_end_of_turn_token_that_nobody_sampled(family):
+    template = chat(family)
+    eos, words = template.tokenizer.eos_token_id, template.encode("hello world")
+    closed, cut = started(Append, family), started(Append, family)
+    closed.extend([*words, eos], Observation("next", "tool"))
+    cut.extend(words, Observation("next", "tool"))
+    assert cut.context() == closed.context()
+    assert cut.context()[len(started(Append, family).context()) + len(words)] == eos
+
+
+def test_append_with_qwen3_keeps_thoughts_while_tools_answer_and_refuses_a_new_question():
+    template, builder = chat("qwen3"), started(Append, "qwen3")
+    text = "<think>\nhm\n</think>\n\nhello"
+    builder.extend([*template.encode(text), template.tokenizer.eos_token_id], Observation("next", "tool"))
+    assert template.tokenizer.decode(builder.context()) == template.render(
+        [{"role": "user", "content": "question"}, {"role": "assistant", "content": text}, {"role": "tool", "content": "next"}], [], prompt=True)
+    before = builder.context()
+    with pytest.raises(ValueError, match=r"rewrites an earlier message when a 'user' message follows.*environment\.context=template"):
+        builder.extend([template.tokenizer.eos_token_id], Observation("next", "user"))
+    assert builder.context() == before
+
+
+def test_append_refuses_a_template_that_does_not_close_messages_with_the_stop_token():
+    template = chat("chatml")
+    broken = type(template)(template.tokenizer)
+    broken.render = lambda messages, tools, *, prompt: "".join(f"{message['content']}\n" for message in messages)
+    with pytest.raises(ValueError, match=r"does not end it with '<\|im_end\|>'"):
+        broken.delta(Observation("next"), closed=True)
+
+
+def test_template_context_is_the_whole_chat_rendered_anew_and_drops_earlier_thoughts():
+    template, builder = chat("qwen3"), started(Template, "qwen3")
+    eos = template.tokenizer.eos_token_id
+    builder.extend([*template.encode("<think>\nhm\n</think>\n\nhello"), eos], Observation("result", "tool"))
+    kept = builder.context()
+    assert "hm" in template.tokenizer.decode(kept)
+    builder.extend([*template.encode("world"), eos], Observation("another question", "user"))
+    rewritten = builder.context()
+    assert template.tokenizer.decode(rewritten) == (
+        "<|im_start|>user\nquestion<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n<|im_start|>user\n<tool_response>\nresult\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\nworld<|im_end|>\n<|im_start|>user\nanother question<|im_end|>\n<|im_start|>assistant\n")
+    assert rewritten[: len(kept)] != kept
+
+
+@pytest.mark.parametrize("context", ["append", "template"])
+def test_the_recorded_hash_is_of_what_the_engine_saw(context):
+    """Under a template that drops a thought when the next question comes, each turn still holds its own c_k."""
+    engine = parrot_engine("qwen3")
+    word = engine._reply
+
+    def think(seen, sampling):
+        return [*chat("qwen3").encode("<think>\nhm\n</think>\n\n"), *word(seen, sampling)]
+
+    engine._reply = think
+    role = "tool" if context == "append" else "user"
+    rollout = run(episode(lambda: Parrot(role=role), "qwen3", context=context, max_response_tokens=40), engine)
+    assert len(rollout.turns) == 3
+    for turn, (seen, _) in zip(rollout.turns, engine.requests, strict=True):
+        assert turn.context_ids == seen and turn.context_hash == context_hash(seen)
+    first, second, third = rollout.turns
+    grows = third.context_ids[: len(second.context_ids) + len(second.response_ids)] == second.context_ids + second.response_ids
+    assert grows == (context == "append")
+    assert ("hm" in chat("qwen3").tokenizer.decode(third.context_ids)) == (context == "append")
+
+
+@pytest.mark.parametrize("builder", [Append, Template])
+def test_snapshots_of_contexts_are_independent(builder):
+    template, trunk = chat("chatml"), started(builder, "chatml")
+    response = [*template.encode("hello"), template.tokenizer.eos_token_id]
+    trunk.extend(response, Observation("next"))
+    snapshot, context = trunk.snapshot(), trunk.context()
+    trunk.extend(response, Observation("more"))
+    assert trunk.context() != context
+    for _ in range(2):
+        sibling = builder(template)
+        sibling.restore(snapshot)
+        assert sibling.context() == context
+        sibling.extend(response, Observation("other"))
+        sibling.context().append(0)  # a context that was handed out is nobody's state
+
+
+def test_system_text_and_tools_are_part_of_the_first_context():
+    template = chat("chatml")
+    schema = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}}
+    for builder in (Append, Template):
+        made = builder(template)
+        made.start("be kind", [schema], Observation("question"))
+        assert template.tokenizer.decode(made.context()) == (
+            "<|im_start|>system: look<|im_end|>\n<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nquestion<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_environment_reads_the_response_without_the_end_of_turn_token_only():
+    template = chat("chatml")
+    eos = template.tokenizer.eos_token_id
+    assert template.response_text([*template.encode(" a<tool_call>"), eos]) == " a<tool_call>"
+    assert template.response_text([eos]) == ""
+    assert template.response_text([eos, eos]) == "<|im_end|>"
+    assert template.response_text(template.encode("cut")) == "cut"

@@ -1,0 +1,70 @@
+"""What a stage and a set of episodes amount to, worked out by hand; parts add up to the whole."""
+
+from collections import Counter
+
+import pyarrow as pa
+import pytest
+from records import failed, group, random_rollout, rng_of, sibling, turn_record
+from test_credit import credited, random_groups
+
+from pipelines.counts import EpisodeCounts, StageCounts, count_episodes, count_stage
+from pipelines.rows import rollouts_to_table
+from rtpo_ray.types import Boundary, Rollout
+
+GROUPS = [
+    group(sibling("a/0", 0.0, 1.0), sibling("a/1", 0.0), name="a"),
+    group(sibling("b/0", 1.0), sibling("b/1", 1.0), sibling("b/2", 1.0), name="b"),
+    group(sibling("c/0", 1.0), failed("c/1", "E: lost"), name="c"),
+    group(sibling("d/0", end="overlong"), sibling("d/1", end="overlong"), name="d"),
+]
+
+
+def test_a_stage_by_hand():
+    counts = count_stage(credited(*GROUPS))
+    assert counts.credit_seconds > 0
+    counts.credit_seconds = 0.0
+    assert counts == StageCounts(
+        groups=2,  # a and b: c failed, d has no response
+        informative_groups=1, siblings=9, successes=5, trained=2, filtered=Counter(zero_advantage=3, overlong=2), failed=Counter({"E: lost": 2}),
+        generated_tokens=2 * 7, prompt_tokens=3 * 6 + 4, cached_prompt_tokens=0, versions=frozenset({0}))
+
+
+def test_versions_are_those_that_sampled():
+    table = credited(group(Rollout(rollout_id="a", task_id="t", turns=(turn_record(reward=1.0, weight_version=3),)),
+                           Rollout(rollout_id="b", task_id="t", turns=(turn_record(weight_version=4),))))
+    assert count_stage(table).versions == {3, 4}
+    assert count_stage(credited()).versions == frozenset()
+
+
+def test_turns_rewards_and_cached_tokens_of_a_continuation_count():
+    one = Rollout(rollout_id="a", task_id="t", turns=(turn_record(0, (1, 2, 3), (4,), cached_prompt_tokens=2), turn_record(1, (1,) * 9, (4,) * 5, 1.0, cached_prompt_tokens=8)))
+    counts = count_stage(credited(group(one, sibling("b", 0.0))))
+    assert (counts.generated_tokens, counts.prompt_tokens, counts.cached_prompt_tokens) == (6 + 2, 12 + 3, 10)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_of_a_stage_add_up(seed):
+    groups = random_groups(rng_of(seed)) + GROUPS
+    tables = [credited(made) for made in groups]
+    whole, parts = count_stage(pa.concat_tables(tables)), sum((count_stage(table) for table in tables), StageCounts())
+    assert parts.credit_seconds == pytest.approx(whole.credit_seconds)
+    whole.credit_seconds = parts.credit_seconds = 0.0
+    assert parts == whole
+
+
+def test_episodes_by_hand():
+    boundary = Boundary(turn=1, context_hash="c", state_hash="s", snapshot=b"")
+    turns = (turn_record(0, tool_calls=2, malformed_calls=1), turn_record(1, reward=1.0, tool_calls=1, response=(1, 2, 3)))
+    rollouts = [
+        Rollout(rollout_id="a", task_id="t", turns=turns, boundaries=(Boundary(turn=0, context_hash="c", state_hash="s", snapshot=b""), boundary)),
+        Rollout(rollout_id="b", task_id="t", turns=turns[:1], boundaries=(Boundary(turn=0, context_hash="c", state_hash="s", snapshot=b""),), end="truncated"),
+        failed("c", "E: lost")]
+    assert count_episodes(rollouts_to_table(rollouts)) == EpisodeCounts(
+        episodes=3, successes=1, turns=3, tool_calls=5, malformed_calls=2, generated_tokens=7, boundaries=Counter({0: 2, 1: 1}),
+        ends=Counter(terminated=1, truncated=1, failed=1), failed=Counter({"E: lost": 1}))
+
+
+def test_parts_of_a_set_of_episodes_add_up():
+    rollouts = [random_rollout(rng_of(i), f"r{i}") for i in range(9)]
+    parts = [count_episodes(rollouts_to_table(part)) for part in (rollouts[:4], rollouts[4:4], rollouts[4:])]
+    assert sum(parts, EpisodeCounts()) == count_episodes(rollouts_to_table(rollouts))

@@ -1,0 +1,123 @@
+"""The environment contract: state hashes, snapshots, and tools made from methods."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from rtpo_ray.environments.base import Environment, Observation, Step, ToolEnvironment, tool
+from rtpo_ray.episodes.toolcalls import format_hermes
+
+
+class Shop(ToolEnvironment):
+    def __init__(self):
+        super().__init__()
+        self.sold = []
+
+    @tool
+    def sell(self, item: str, count: int, price: float = 1.0, gift: bool = False) -> str:
+        """Sell something.
+
+        Args:
+            item: what
+            count: how many
+            price: of one
+            gift: wrapped
+        """
+        if item == "nothing":
+            raise RuntimeError("the shop burnt down")
+        self.sold.append((item, count, price, gift))
+        return f"sold {count} {item}"
+
+    def helper(self) -> str:
+        return "not a tool"
+
+    def answer(self, text):
+        return Step(reward=float(text == "bye"), terminated=True)
+
+
+def test_tools_become_schemas():
+    (schema,) = Shop().tools()
+    function = schema["function"]
+    assert (function["name"], function["description"]) == ("sell", "Sell something.")
+    assert {name: spec["type"] for name, spec in function["parameters"]["properties"].items()} == {
+        "item": "string", "count": "integer", "price": "number", "gift": "boolean"}
+    assert function["parameters"]["required"] == ["item", "count"]
+    assert "return" not in function
+
+
+@pytest.mark.parametrize(("name", "arguments", "text"), [
+    ("sell", {"item": "egg", "count": 2}, None),
+    ("sell", {"item": "egg", "count": 2, "price": 3}, None),  # an int is a number
+    ("buy", {}, "error: no tool named 'buy'; there is sell"),
+    ("helper", {}, "error: no tool named 'helper'; there is sell"),
+    ("sell", {"item": "egg"}, "error: sell: missing a required argument: 'count'"),
+    ("sell", {"item": "egg", "count": 2, "colour": 1}, "error: sell: got an unexpected keyword argument 'colour'"),
+    ("sell", {"item": 7, "count": 2}, "error: sell: argument 'item' is 7; expected str"),
+    ("sell", {"item": "egg", "count": "2"}, "error: sell: argument 'count' is \"2\"; expected int"),
+    ("sell", {"item": "egg", "count": True}, "error: sell: argument 'count' is true; expected int"),
+    ("sell", {"item": "egg", "count": 2, "gift": 1}, "error: sell: argument 'gift' is 1; expected bool"),
+])
+def test_calls_that_do_not_fit_become_observations(name, arguments, text):
+    shop = Shop()
+    step = shop.step(format_hermes(name, arguments))
+    assert step.observation == Observation(text or "sold 2 egg", role="tool")
+    assert (step.reward, step.terminated, step.info) == (0.0, False, {"tool_calls": 1, "malformed_calls": int(text is not None)})
+    assert len(shop.sold) == (text is None)
+
+
+def test_several_calls_run_in_order_and_an_answer_ends_the_episode():
+    shop = Shop()
+    step = shop.step(format_hermes("sell", {"item": "egg", "count": 1}) + "<tool_call>x</tool_call>" + format_hermes("sell", {"item": "tea", "count": 2}))
+    assert step.observation.text.splitlines()[::2] == ["sold 1 egg", "sold 2 tea"]
+    assert step.info == {"tool_calls": 3, "malformed_calls": 1}
+    assert shop.step(" bye\n") == Step(reward=1.0, terminated=True)
+    assert shop.step("hello").reward == 0.0
+
+
+def test_a_tool_that_raises_is_not_disguised_as_a_malformed_call():
+    with pytest.raises(RuntimeError, match="burnt down"):
+        Shop().step(format_hermes("sell", {"item": "nothing", "count": 1}))
+
+
+def state(**attributes):
+    environment = Environment()
+    environment.__dict__.update(attributes)
+    return environment.state_hash()
+
+
+class Plain:
+    def __init__(self, value):
+        self.value = value
+
+
+def test_equal_states_have_equal_hashes_and_others_do_not():
+    same = [dict(a={"x": 1, "y": [2, (3,)]}, b={"u", "v"}, c=Plain(1)), dict(c=Plain(1), b={"v", "u"}, a={"y": [2, (3,)], "x": 1})]
+    assert state(**same[0]) == state(**same[1])
+    different = [dict(a=1), dict(a=2), dict(a="1"), dict(b=1), dict(a=[1]), dict(a={1}), dict(a=["1,2"]), dict(a=["1", "2"]), dict(a=None), dict(a=Plain(1)),
+                 dict(a=Plain(2)), dict(a=b"1"), dict(a={"1": 2}), dict(a={1: 2}), dict(rng=random.Random(1)), dict(rng=random.Random(2))]
+    assert len({state(**attributes) for attributes in different}) == len(different)
+
+
+def test_state_hashes_are_equal_in_every_process():
+    script = ("from rtpo_ray.environments.base import Environment\n"
+              "e = Environment(); e.names = {'ab', 'cd', 'ef', 'gh'}; e.by = {name: len(name) for name in e.names}; print(e.state_hash())")
+    hashes = {subprocess.run([sys.executable, "-c", script], env={"PYTHONHASHSEED": str(seed), "PYTHONPATH": "."}, capture_output=True, text=True,
+                             check=True).stdout for seed in (1, 2)}
+    assert len(hashes) == 1
+
+
+def test_a_snapshot_is_independent_of_what_follows_and_restores_many_times():
+    shop = Shop()
+    shop.rng.seed(5)
+    shop.sold.append("kept")
+    snapshot, before = shop.snapshot(), shop.state_hash()
+    future = shop.rng.random()
+    shop.sold.append("later")
+    shop.extra = 1
+    for _ in range(2):
+        shop.restore(snapshot)
+        assert (shop.sold, shop.state_hash(), hasattr(shop, "extra")) == (["kept"], before, False)
+        assert shop.rng.random() == future
+        shop.sold.append("again")
