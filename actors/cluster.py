@@ -12,7 +12,8 @@ import ray
 import ray.data
 from transformers import AutoTokenizer
 
-from actors.coordinator import Coordinator, Event
+from actors.coordinator import Coordinator
+from actors.evaluator import Evaluator, Event
 from actors.gang import LearnerGang, thread_variables
 from actors.generator import Generator
 from actors.pool import GeneratorPool
@@ -24,7 +25,6 @@ from rtpo_ray.engines.vllm import VllmEngine
 from rtpo_ray.episodes.contexts import ChatTemplate
 from rtpo_ray.episodes.episode import EpisodeSettings
 from rtpo_ray.errors import ConfigError
-
 
 # A machine with few cores keeps few idle workers, and starting one costs as much as a stage of the tiny model.
 KEEP_WORKERS = {"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold_ms": 600_000}
@@ -58,7 +58,7 @@ def check_placement(config: Config, resources: dict[str, float]) -> None:
 
 def run_events(config: Config, model_path: str, folder: str) -> Iterator[Event]:
     """Train on the connected cluster; the coordinator's events as they happen. Raises the first error of whoever failed."""
-    coordinator = _spawn_coordinator(config, model_path, learn=True)
+    coordinator = _spawn_root(CoordinatorActor, "rtpo-coordinator", config, model_path)
     with root_cause():
         for ref in coordinator.run.options(num_returns="streaming").remote(folder):
             yield ray.get(ref)
@@ -66,12 +66,10 @@ def run_events(config: Config, model_path: str, folder: str) -> Iterator[Event]:
 
 def evaluate(config: Config, model_path: str) -> Event:
     """One evaluation of the model as it is."""
-    coordinator = _spawn_coordinator(config, model_path, learn=False)
+    evaluator = _spawn_root(EvaluatorActor, "rtpo-evaluator", config, model_path)
     with root_cause():
-        for ref in coordinator.evaluate.options(num_returns="streaming").remote(0):
-            event: Event = ray.get(ref)
-            return event
-    raise ConfigError("field run.eval_tasks is 0; expected at least 1 to evaluate")
+        event: Event = ray.get(evaluator.event.remote(), timeout=2 * config.sampling.stage_timeout + config.cluster.start_timeout)
+        return event
 
 
 @contextmanager
@@ -88,25 +86,43 @@ def root_cause() -> Iterator[None]:
         raise cause from error
 
 
-def _spawn_coordinator(config: Config, model_path: str, learn: bool) -> Any:
-    return ray.remote(CoordinatorActor).options(name="rtpo-coordinator", num_cpus=0, max_restarts=0, max_concurrency=2).remote(config, model_path, learn)
+def _spawn_root(actor: type, name: str, config: Config, model_path: str) -> Any:
+    """The one actor that the driver owns. It makes its collaborators in its own process, so they end when it ends."""
+    return ray.remote(actor).options(name=name, num_cpus=0, max_restarts=0, max_concurrency=2).remote(config, model_path)
 
 
 class CoordinatorActor(Coordinator):
-    """A coordinator that makes its own collaborators, in its own process: they end when it ends."""
+    """A coordinator with a pool, a gang and a publisher of its own."""
 
-    def __init__(self, config: Config, model_path: str, learn: bool) -> None:
+    def __init__(self, config: Config, model_path: str) -> None:
         quiet_ray_data()
         algorithm = algorithms.build(config.algorithm)
-        pool = ray.remote(GeneratorPool).options(name="rtpo-generator-pool", num_cpus=0, max_concurrency=1000).remote(
-            _GeneratorSpawner(config, model_path), config.generators.count, config.cluster.start_timeout)
-        filling = pool.fill.remote(0)  # engines start while the learner loads
-        gang = LearnerGang(config, model_path, algorithm.objective) if learn else None
+        pool, filling = _spawn_pool(config, model_path)
+        gang = LearnerGang(config, model_path, algorithm.objective)  # loads while the engines start
         ray.get(filling, timeout=config.cluster.start_timeout + 60)
-        publisher = AsLoaded(pool) if gang is None else WeightPublisher(
+        publisher = WeightPublisher(
             gang, pool, config.weights, temperature=config.sampling.temperature, device="cuda" if config.generators.gpus else "cpu",
             probe_context=probe_context(config, model_path))
         super().__init__(config=config, algorithm=algorithm, pool=pool, gang=gang, publisher=publisher)
+
+
+class EvaluatorActor(Evaluator):
+    """An evaluator with a pool of its own, whose generators keep the weights that they loaded."""
+
+    def __init__(self, config: Config, model_path: str) -> None:
+        quiet_ray_data()
+        pool, _ = _spawn_pool(config, model_path)
+        super().__init__(config=config, pool=pool, publisher=AsLoaded(pool))
+
+    def event(self) -> Event:
+        return next(self.evaluate(0))
+
+
+def _spawn_pool(config: Config, model_path: str) -> tuple[Any, ray.ObjectRef]:
+    """The pool, and a reference that is ready when its generators are."""
+    pool = ray.remote(GeneratorPool).options(name="rtpo-generator-pool", num_cpus=0, max_concurrency=1000).remote(
+        _GeneratorSpawner(config, model_path), config.generators.count, config.cluster.start_timeout)
+    return pool, pool.fill.remote(0)
 
 
 class _GeneratorSpawner:

@@ -15,44 +15,36 @@ The coordinator holds references and counts, never token arrays. `run` yields on
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
-import ray
 import ray.data
 
+from actors.evaluator import Evaluator, Event, rate
 from actors.gang import LearnerGang
-from actors.publisher import AsLoaded, Published, WeightPublisher
+from actors.publisher import Published, WeightPublisher
 from pipelines import tasks
-from pipelines.collect import Ask, Collection, collect_episodes, count_rollouts, stage_samples
-from pipelines.counts import EpisodeCounts, StageCounts
+from pipelines.collect import stage_samples
+from pipelines.counts import StageCounts
 from rtpo_ray.algorithms.base import Algorithm, Stage
 from rtpo_ray.config import Config
 from rtpo_ray.errors import ConservationError, WeightSyncError
 from rtpo_ray.policy.learner import UpdateResult
-from rtpo_ray.types import Task, derive_seed
-
-Event = dict[str, Any]
+from rtpo_ray.types import derive_seed
 
 
-class Coordinator:
+class Coordinator(Evaluator):
     """Args:
     config: the whole configuration.
     algorithm: stages, credit and objective.
     pool: actor handle of the generator pool.
-    gang: the learner ranks; None when there is nothing to learn.
+    gang: the learner ranks.
     publisher: brings generators to the learner's weights.
     """
 
-    def __init__(self, *, config: Config, algorithm: Algorithm, pool: Any, gang: LearnerGang | None, publisher: WeightPublisher | AsLoaded) -> None:
-        self._config, self._algorithm, self._pool, self._gang, self._publisher = config, algorithm, pool, gang, publisher
-        self._version = 0
-        self._blocks = config.generators.count
-
-    def __repr__(self) -> str:
-        return f"Coordinator({self._config.algorithm.name}, {self._config.run.name})"
+    def __init__(self, *, config: Config, algorithm: Algorithm, pool: Any, gang: LearnerGang, publisher: WeightPublisher) -> None:
+        super().__init__(config=config, pool=pool, publisher=publisher)
+        self._algorithm, self._gang = algorithm, gang
 
     def run(self, folder: str) -> Iterator[Event]:
         """Train; events as they happen. Checkpoints and the final model go under `folder`."""
@@ -71,16 +63,17 @@ class Coordinator:
         """Trunks, then every stage on their boundaries."""
         started = time.perf_counter()
         batch = tasks.training_tasks(self._config.run.seed, sweep, self._config.sampling.tasks_per_sweep)
-        trunks, counts, seconds = self._episodes(batch, "trunks", self._ask("trunks", sweep, count=self._algorithm.n_trunks, keep_boundaries=True))
+        trunks, counts, busy = self._episodes(batch, "trunks", self._ask("trunks", sweep, count=self._algorithm.n_trunks, keep_boundaries=True))
+        spent = [{"generate": busy}]
         for stage in self._algorithm.stages(self._config.environment.max_turns):
             if counts.boundaries[stage.turn]:
                 event = self._stage(sweep, stage, trunks, counts.boundaries[stage.turn])
-                seconds.update(event["seconds"])
+                spent.append(event["seconds"])
                 yield event
         yield {"kind": "sweep", "sweep": sweep, "tasks": len(batch), "trunk_success": rate(counts.successes, counts.episodes),
                "trunk_turns_mean": rate(counts.turns, counts.episodes), "trunk_ends": dict(counts.ends), "failed": dict(counts.failed),
                "generated_tokens": counts.generated_tokens, "weight_version": self._version,
-               "seconds": _phases(seconds, time.perf_counter() - started)}
+               "seconds": _phases(spent, time.perf_counter() - started)}
 
     def _stage(self, sweep: int, stage: Stage, trunks: ray.data.MaterializedDataset, boundaries: int) -> Event:
         """All work of one turn: collect and credit, update, publish."""
@@ -95,64 +88,18 @@ class Coordinator:
         learned = time.perf_counter()
         published = self._publish(self._version + 1) if update.optimizer_steps else None
         done = time.perf_counter()
-        seconds = Counter(generate=self._busy(), credit=counts.credit_seconds, learn=learned - collected, broadcast=done - learned)
-        return stage_event(sweep, stage, counts, update, published) | {"seconds": _phases(seconds, done - started)}
-
-    def evaluate(self, done: int) -> Iterator[Event]:
-        """Held-out tasks, sampled and greedy, by the present weights."""
-        count = self._config.run.eval_tasks
-        if not count:
-            return
-        started = time.perf_counter()
-        batch = tasks.held_out_tasks(count)
-        _, sampled, _ = self._episodes(batch, "evaluation", self._ask("evaluation", done))
-        _, greedy, _ = self._episodes(batch, "evaluation", replace(self._ask("evaluation", done), temperature=0.0))
-        yield {"kind": "eval", "sweep": done, "tasks": count, "weight_version": self._version, "success": rate(sampled.successes, sampled.episodes),
-               "success_greedy": rate(greedy.successes, greedy.episodes), "turns_mean": rate(sampled.turns, sampled.episodes),
-               "tool_calls_mean": rate(sampled.tool_calls, sampled.episodes), "malformed_calls": sampled.malformed_calls,
-               "failed": dict(sampled.failed + greedy.failed), "seconds": time.perf_counter() - started}
-
-    def _episodes(self, batch: Sequence[Task], name: str, ask: Ask) -> tuple[ray.data.MaterializedDataset, EpisodeCounts, Counter[str]]:
-        """Whole episodes of `batch`: where they lie, what they amount to, and the seconds spent on them."""
-        self._ready()
-        episodes = collect_episodes(batch, name, ask, self._collection(), self._blocks)
-        counts = count_rollouts(episodes, self._config.sampling.stage_timeout)
-        if counts.episodes != len(batch) * ask.count:
-            raise ConservationError(f"{name}: {len(batch) * ask.count} episodes were asked for, {counts.episodes} came back")
-        return episodes, counts, Counter(generate=self._busy())
-
-    def _ready(self) -> None:
-        """Start generators that are missing; whoever does not serve the present version is brought to it."""
-        timeout = self._config.cluster.start_timeout + 60
-        if ray.get(self._pool.fill.remote(self._version), timeout=timeout):
-            self._publish(self._version)
-
-    def _publish(self, version: int) -> Published:
-        published = self._publisher.publish(version)
-        self._version = version
-        return published
+        spent = {"generate": self._busy(), "credit": counts.credit_seconds, "learn": learned - collected, "broadcast": done - learned}
+        return stage_event(sweep, stage, counts, update, published) | {"seconds": _phases([spent], done - started)}
 
     def _check(self, counts: StageCounts, sweep: int, stage: Stage, boundaries: int) -> None:
         """Conservation, and no stale sample."""
         where, produced = f"sweep {sweep}, turn {stage.turn}", boundaries * stage.n_siblings
         accounted = counts.trained + counts.filtered.total() + counts.failed.total()
         if not produced == counts.siblings == accounted:
-            raise ConservationError(f"{where}: {boundaries} boundaries x {stage.n_siblings} siblings = {produced} were asked for; {counts.siblings} came back, "
-                                    f"{counts.trained} trained + {dict(counts.filtered)} filtered + {dict(counts.failed)} failed")
+            raise ConservationError(f"{where}: {boundaries} boundaries x {stage.n_siblings} siblings = {produced} were asked for; "
+                                    f"{counts.siblings} came back, {counts.trained} trained + {dict(counts.filtered)} filtered + {dict(counts.failed)} failed")
         if not counts.versions <= {self._version}:
             raise WeightSyncError(f"{where}: siblings were sampled by weight versions {sorted(counts.versions)}; expected only {self._version}")
-
-    def _ask(self, purpose: str, *where: int, count: int = 1, keep_boundaries: bool = False) -> Ask:
-        return Ask(seed=derive_seed(self._config.run.seed, purpose, *where), temperature=self._config.sampling.temperature, count=count,
-                   keep_boundaries=keep_boundaries)
-
-    def _collection(self) -> Collection:
-        sampling = self._config.sampling
-        return Collection(pool=self._pool, version=self._version, retries=sampling.retries, deadline=time.time() + sampling.stage_timeout)
-
-    def _busy(self) -> float:
-        busy: float = ray.get(self._pool.take_busy_seconds.remote(), timeout=30)
-        return busy
 
 
 def stage_event(sweep: int, stage: Stage, counts: StageCounts, update: UpdateResult, published: Published | None) -> Event:
@@ -162,7 +109,8 @@ def stage_event(sweep: int, stage: Stage, counts: StageCounts, update: UpdateRes
         "kind": "stage", "sweep": sweep, "turn": stage.turn, "groups": counts.groups, "siblings": counts.siblings,
         "success": rate(counts.successes, counts.siblings), "zero_advantage_rate": rate(counts.groups - counts.informative_groups, counts.groups),
         "weight_version": max(counts.versions, default=None), "generated_tokens": counts.generated_tokens, "prompt_tokens": counts.prompt_tokens,
-        "cached_prompt_tokens": counts.cached_prompt_tokens, "trained": counts.trained, "filtered": dict(counts.filtered), "failed": dict(counts.failed),
+        "cached_prompt_tokens": counts.cached_prompt_tokens, "trained": counts.trained,
+        "filtered": dict(counts.filtered), "failed": dict(counts.failed),
         "logprob_gap_mean": update.logprob_gap_mean if trained else None, "logprob_gap_max": update.logprob_gap_max if trained else None,
         "ratio_geomean": update.ratio_geomean if trained else None, "clip_fraction": update.clip_fraction, "loss": update.loss,
         "grad_norm": update.grad_norm, "optimizer_steps": update.optimizer_steps, "refused": update.refused,
@@ -171,12 +119,7 @@ def stage_event(sweep: int, stage: Stage, counts: StageCounts, update: UpdateRes
         "retired": published.retired if published else {}}
 
 
-def rate(part: float, whole: float) -> float | None:
-    """part / whole; None of nothing."""
-    return part / whole if whole else None
-
-
-def _phases(seconds: Counter[str], total: float) -> dict[str, float]:
+def _phases(spent: list[dict[str, float]], total: float) -> dict[str, float]:
     """Seconds by phase, the total and `other`: what is none of generating, learning or broadcasting."""
-    named = {phase: seconds[phase] for phase in ("generate", "credit", "learn", "broadcast")}
+    named = {phase: sum(part.get(phase, 0.0) for part in spent) for phase in ("generate", "credit", "learn", "broadcast")}
     return {**named, "other": total - named["generate"] - named["learn"] - named["broadcast"], "total": total}

@@ -108,7 +108,7 @@ class Generator:
             if rollout.end == "overlong" and not rollout.turns and self._overlong == "error":
                 raise ValueError(f"the first context leaves no room for a response in generators.max_model_len ({self._settings.max_model_len}); "
                                  "raise it, or set sampling.overlong=drop to count and skip such tasks")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - anything may come out of a user's environment
             return Rollout(rollout_id=rollout_id, task_id=task_id, turns=(), end="failed", failure=f"{type(error).__name__}: {error}")
         return rollout
 

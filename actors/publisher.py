@@ -124,7 +124,8 @@ class WeightPublisher:
             return failed  # the dead are known before anyone waits for them
         host, port = self._ask(self._gang.ranks[0].open_channel.remote())
         joining = {
-            member: generator.join_channel.remote(name, index + 1, world_size, host, port, self._device, self._config.timeout, self._config.bucket_mb << 20)
+            member: generator.join_channel.remote(
+                name, index + 1, world_size, host, port, self._device, self._config.timeout, self._config.bucket_mb << 20)
             for index, (member, generator) in enumerate(members.items())}
         sender = self._gang.ranks[0].join_channel.remote(name, world_size)
         _, failed = self._collect(joining)
@@ -161,7 +162,8 @@ class WeightPublisher:
                 answers[name] = ray.get(ref)
             except RayError as error:
                 # A receiver that merely waited in vain for a peer is not at fault.
-                failed[name] = Failure(f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}", guilty=not isinstance(error, WeightSyncError))
+                reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+                failed[name] = Failure(reason, guilty=not isinstance(error, WeightSyncError))
         return answers, failed
 
     def _ask(self, ref: ray.ObjectRef) -> Any:

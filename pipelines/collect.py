@@ -13,7 +13,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import ray
@@ -27,7 +27,7 @@ from pipelines.tasks import dataset
 from rtpo_ray.errors import NoGenerators
 from rtpo_ray.types import Task
 
-Block = ray.ObjectRef  # of a pyarrow table
+Block: TypeAlias = "ray.ObjectRef[pa.Table]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,8 @@ def _lease(collection: Collection, avoid: tuple[str, ...]) -> Any:
     try:
         return ray.get(collection.pool.lease.remote(collection.version, avoid, patience), timeout=max(1.0, patience + 30))
     except GetTimeoutError as error:
-        raise NoGenerators(f"the pool did not answer within {patience:.0f} s when asked for a generator at weight version {collection.version}") from error
+        raise NoGenerators(f"the pool did not answer within {patience:.0f} s when asked for a generator "
+                           f"at weight version {collection.version}") from error
 
 
 def _failed_rows(table: pa.Table) -> list[bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 
@@ -31,8 +32,8 @@ class StageCounts:
         return StageCounts(**{name: _join(getattr(self, name), getattr(other, name)) for name in self.__slots__})
 
 
-def _join(left: object, right: object) -> object:
-    return left | right if isinstance(left, frozenset) else left + right  # type: ignore[operator]
+def _join(left: Any, right: Any) -> Any:
+    return left | right if isinstance(left, frozenset) else left + right
 
 
 def count_stage(samples: pa.Table) -> StageCounts:
@@ -40,7 +41,8 @@ def count_stage(samples: pa.Table) -> StageCounts:
     if not len(samples):  # an empty block has lost its columns on its way through Ray Data
         return StageCounts()
     columns = samples.select([
-        "group_id", "outcome", "reason", "return", "weight_version", "generated_tokens", "prompt_tokens", "cached_prompt_tokens", "credit_seconds"]).to_pylist()
+        "group_id", "outcome", "reason", "return", "weight_version", "generated_tokens", "prompt_tokens", "cached_prompt_tokens",
+        "credit_seconds"]).to_pylist()
     counts = StageCounts(siblings=len(columns))
     valid, informative = set(), set()
     for row in columns:

@@ -57,8 +57,12 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
 
 def rollout_from_row(row: dict[str, Any]) -> Rollout:
     """Rebuilds and so re-checks every turn record."""
-    turns = tuple(TurnRecord(**{key: tuple(value) if isinstance(value, list) else value for key, value in turn.items()}) for turn in row["turns"])
+    turns = tuple(TurnRecord(**_frozen(turn)) for turn in row["turns"])
     return Rollout(**{**row, "turns": turns, "boundaries": tuple(Boundary(**b) for b in row["boundaries"])})
+
+
+def _frozen(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
 
 
 def rollouts_to_table(rollouts: Iterable[Rollout]) -> pa.Table:

@@ -64,6 +64,8 @@ def evaluate(config: Config, args: argparse.Namespace) -> int:
     """Evaluate a model on the held-out tasks of the configured environment; prints the result as one line of JSON too."""
     if args.model:
         config.model.path = args.model
+    if not config.run.eval_tasks:
+        raise ConfigError("field run.eval_tasks is 0; expected at least 1 to evaluate")
     model_path = _model_path(config)
     from actors import cluster
 

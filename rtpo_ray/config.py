@@ -22,7 +22,6 @@ from omegaconf.errors import OmegaConfBaseException
 from rtpo_ray import algorithms, environments
 from rtpo_ray.errors import ConfigError
 
-
 DATA_CPUS = 1  # logical CPUs that Ray Data's own tasks need beside learner and generators
 
 
@@ -203,7 +202,8 @@ def defaults() -> Config:
     """Every default, without the checks: help must work on a machine where the defaults do not fit."""
     config = object.__new__(Config)
     for spec in dataclasses.fields(Config):
-        setattr(config, spec.name, spec.default_factory())  # type: ignore[misc]
+        assert callable(spec.default_factory), f"section {spec.name} has no default"
+        setattr(config, spec.name, spec.default_factory())
     return config
 
 
@@ -243,7 +243,7 @@ def _refuse_unknown(layer: DictConfig, schema: Any, prefix: str, origin: str) ->
         if key not in valid:
             close = difflib.get_close_matches(str(key), valid, n=1)
             hint = f" (did you mean {prefix}{close[0]}?)" if close else ""
-            raise ConfigError(f"{origin}: unknown field {prefix}{key}{hint}; valid here: {', '.join(valid)}")
+            raise ConfigError(f"{origin}: unknown field {prefix}{key!s}{hint}; valid here: {', '.join(valid)}")
         section = valid[str(key)].default_factory
         if dataclasses.is_dataclass(section):
             value = layer[str(key)]
@@ -339,5 +339,5 @@ def _check_placement(config: Config) -> None:
     need = learner.ranks * learner.cpus + generators.count * generators.cpus + DATA_CPUS
     if need > cpus:
         raise ConfigError(
-            f"field learner.ranks is {learner.ranks} (x {learner.cpus:g} CPUs) and generators.count is {generators.count} (x {generators.cpus:g} CPUs): "
-            f"with {DATA_CPUS} for Ray Data, {need:g} CPUs do not fit the local cluster's {cpus}; lower one of them or raise cluster.local_cpus")
+            f"field learner.ranks is {learner.ranks} (x {learner.cpus:g} CPUs) and generators.count is {generators.count} "
+            f"(x {generators.cpus:g} CPUs): with {DATA_CPUS} for Ray Data, {need:g} CPUs do not fit the local cluster's {cpus}; lower one of them or raise cluster.local_cpus")

@@ -173,7 +173,7 @@ class VllmEngine:
             try:
                 for output in _step(self._llm, self._on_cpu):
                     self._resolve(output)
-            except Exception as error:  # a step may raise anything; every waiter gets it as the cause
+            except Exception as error:  # noqa: BLE001 - a step may raise anything; every waiter gets it as the cause
                 self._failure = error
                 self._fail_open(error)
                 return

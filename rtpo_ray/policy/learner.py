@@ -296,7 +296,7 @@ class Learner:
         mine: Exception | None = None
         try:
             yield
-        except Exception as error:  # whatever it is: raised again below, once the other ranks know
+        except Exception as error:  # noqa: BLE001 - whatever it is: raised again below, once the other ranks know
             mine = error
         failures = self._gather(None if mine is None else (type(mine), str(mine)))
         if mine is not None:

@@ -14,6 +14,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -60,7 +61,7 @@ def materialise(config: Config, say: Callable[[str], None] = print) -> Path:
 
     Two processes that build the same model at once do no harm: each writes a folder of its own and the last rename wins.
     """
-    options = {"warm_start": dataclasses.asdict(config.warm_start), "environment": dataclasses.asdict(config.environment),
+    options: dict[str, Any] = {"warm_start": dataclasses.asdict(config.warm_start), "environment": dataclasses.asdict(config.environment),
                "template": CHAT_TEMPLATE, "pieces": PIECES}
     del options["warm_start"]["cache"], options["environment"]["step_timeout"]
     key = hashlib.blake2b(json.dumps(options, sort_keys=True).encode(), digest_size=6).hexdigest()
@@ -135,6 +136,7 @@ def demonstration(config: Config, template: ChatTemplate, index: int) -> tuple[l
     builder = Append(template)
     ids: list[int] = []
     mask: list[bool] = []
+    response: list[int] = []
     for environment, observation, action in _script(config, index):
         if not ids:
             builder.start(environment.system, environment.tools(), observation)
@@ -162,11 +164,12 @@ def _script(config: Config, index: int) -> Iterator[tuple[Environment, Observati
 
 def _transcript(config: Config, index: int) -> list[str]:
     """The texts of one scripted episode, as the chat template lays them out."""
-    parts = []
+    parts: list[str] = []
+    names: list[str] = []
     for environment, observation, action in _script(config, index):
         wrapped = f"<tool_response>{observation.text}</tool_response>" if observation.role == "tool" else observation.text
         parts += [f"user\n{wrapped}", f"assistant\n{action}"]
-    names = [f"{tool['function']['name']}({', '.join(tool['function']['parameters']['properties'])})" for tool in environment.tools()]
+        names = [f"{tool['function']['name']}({', '.join(tool['function']['parameters']['properties'])})" for tool in environment.tools()]
     return ["system\n" + "\n".join(names), *parts]
 
 

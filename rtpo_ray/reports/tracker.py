@@ -65,8 +65,8 @@ def _stage_line(event: Event) -> str:
     gap = "-" if event["logprob_gap_max"] is None else f"{event['logprob_gap_max']:.0e}"
     lost = "".join(f"  {kind} {sum(event[kind].values())}" for kind in ("failed",) if event[kind])
     refused = f"  REFUSED: {event['refused']}" if event["refused"] else ""
-    return (f"  turn {event['turn']}  {event['groups']} groups  success {_percent(event['success'])}  equal {_percent(event['zero_advantage_rate'])}  "
-            f"gap {gap}  grad {event['grad_norm']:.2f}  {event['seconds']['total']:.1f} s{lost}{refused}")
+    return (f"  turn {event['turn']}  {event['groups']} groups  {event['siblings']} siblings  success {_percent(event['success'])}  "
+            f"equal {_percent(event['zero_advantage_rate'])}  gap {gap}  grad {event['grad_norm']:.2f}  {event['seconds']['total']:.1f} s{lost}{refused}")
 
 
 def eval_line(event: Event) -> str:
@@ -105,7 +105,8 @@ def _numbers(event: Event, prefix: str = "") -> list[tuple[str, float]]:
     found: list[tuple[str, float]] = []
     for key, value in event.items():
         if isinstance(value, dict):
-            found += _numbers(value, f"{prefix}{key}.") if key == "seconds" else [(f"{prefix}{key}", sum(v for v in value.values() if isinstance(v, int)))]
+            nested = _numbers(value, f"{prefix}{key}.")
+            found += nested if key == "seconds" else [(prefix + key, sum(count for _, count in nested))]
         elif isinstance(value, (int, float)):
             found.append((prefix + key, value))
     return found

@@ -3,7 +3,14 @@
 import random
 import struct
 
+from pipelines.credit import credit_groups
+from pipelines.rows import groups_to_table
+from rtpo_ray import algorithms
+from rtpo_ray.config import AlgorithmConfig
 from rtpo_ray.types import Boundary, Group, Rollout, TurnRecord, context_hash
+
+
+RTPO = algorithms.build(AlgorithmConfig())
 
 
 def turn_record(turn=0, context=(1, 2), response=(3, 4), reward=0.0, **changes):
@@ -49,3 +56,22 @@ def random_rollout(rng, name, boundaries=True):
 
 def rng_of(seed):
     return random.Random(seed)
+
+
+def random_groups(rng):
+    """Groups with some failed and some overlong siblings."""
+    groups = []
+    for g in range(rng.randint(0, 12)):
+        siblings = []
+        for j in range(rng.randint(2, 5)):
+            kind = rng.random()
+            name = f"g{g}/{j}"
+            siblings.append(failed(name, rng.choice(("A: x", "B: y"))) if kind < 0.1 else sibling(name, end="overlong") if kind < 0.2 else
+                            sibling(name, *(rng.choice((0.0, 1.0)) for _ in range(rng.randint(1, 3)))))
+        groups.append(group(*siblings, name=f"g{g}"))
+    return groups
+
+
+def credited(*groups):
+    """SAMPLES rows of these groups under RTPO."""
+    return credit_groups(groups_to_table(groups), credit=RTPO.credit)

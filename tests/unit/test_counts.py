@@ -4,8 +4,7 @@ from collections import Counter
 
 import pyarrow as pa
 import pytest
-from records import failed, group, random_rollout, rng_of, sibling, turn_record
-from test_credit import credited, random_groups
+from records import credited, failed, group, random_groups, random_rollout, rng_of, sibling, turn_record
 
 from pipelines.counts import EpisodeCounts, StageCounts, count_episodes, count_stage
 from pipelines.rows import rollouts_to_table

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pyarrow as pa
 import pytest
-from records import failed, group, rng_of, sibling
+from records import RTPO, credited, failed, group, random_groups, rng_of, sibling
 
 from pipelines.counts import count_stage
 from pipelines.credit import credit_groups, samples_to_train
@@ -16,12 +16,6 @@ from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Stage
 from rtpo_ray.config import AlgorithmConfig
 from rtpo_ray.types import context_hash
-
-RTPO = algorithms.build(AlgorithmConfig())
-
-
-def credited(*groups):
-    return credit_groups(groups_to_table(groups), credit=RTPO.credit)
 
 
 def expectation(value_of, n, success=(1.0, 0.8), first=None):
@@ -115,19 +109,6 @@ def test_overlong_boundaries_are_filtered_and_overlong_continuations_are_not():
 def test_credit_that_drops_a_sibling_is_refused():
     with pytest.raises(ValueError, match="group t/0/0: credit gave 1 advantages for 2 siblings"):
         credit_groups(groups_to_table([group(sibling("a", 1.0), sibling("b", 0.0))]), credit=lambda returns: [0.0])
-
-
-def random_groups(rng):
-    groups = []
-    for g in range(rng.randint(0, 12)):
-        siblings = []
-        for j in range(rng.randint(2, 5)):
-            kind = rng.random()
-            name = f"g{g}/{j}"
-            siblings.append(failed(name, rng.choice(("A: x", "B: y"))) if kind < 0.1 else sibling(name, end="overlong") if kind < 0.2 else
-                            sibling(name, *(rng.choice((0.0, 1.0)) for _ in range(rng.randint(1, 3)))))
-        groups.append(group(*siblings, name=f"g{g}"))
-    return groups
 
 
 @pytest.mark.parametrize("seed", range(20))

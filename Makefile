@@ -1,0 +1,28 @@
+# Two commands: `make train` trains the quickstart, `make test` runs every test. Both set up the virtual environment first.
+VENV ?= .venv
+PYTHON ?= python3.11
+RUN ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: train test lint venv
+
+train: $(READY)
+	$(BIN)/rtpo train --config conf/quickstart.yaml run.name=$(RUN) $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest tests $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+venv: $(READY)
+
+# torch first, with its dependencies: whichever build of it this machine gets then works. The rest is complete, so --no-deps.
+$(READY): requirements/cpu.txt requirements/dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q $$(grep '^torch==' requirements/cpu.txt)
+	$(BIN)/pip install -q --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	touch $@

@@ -1,0 +1,88 @@
+"""Whole episodes through the generator pool: evaluation on held-out tasks, and what the coordinator builds on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+import ray.data
+
+from actors.publisher import AsLoaded, Published, WeightPublisher
+from pipelines import tasks
+from pipelines.collect import Ask, Collection, collect_episodes, count_rollouts
+from pipelines.counts import EpisodeCounts
+from rtpo_ray.config import Config
+from rtpo_ray.errors import ConservationError
+from rtpo_ray.types import Task, derive_seed
+
+Event = dict[str, Any]
+
+
+class Evaluator:
+    """Args:
+    config: the whole configuration.
+    pool: actor handle of the generator pool.
+    publisher: brings generators to a weight version.
+    """
+
+    def __init__(self, *, config: Config, pool: Any, publisher: WeightPublisher | AsLoaded) -> None:
+        self._config, self._pool, self._publisher = config, pool, publisher
+        self._version = 0
+        self._blocks = config.generators.count
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._config.algorithm.name}, {self._config.run.name})"
+
+    def evaluate(self, done: int) -> Iterator[Event]:
+        """Held-out tasks, sampled and greedy, by the present weights."""
+        count = self._config.run.eval_tasks
+        if not count:
+            return
+        started = time.perf_counter()
+        batch = tasks.held_out_tasks(count)
+        _, sampled, _ = self._episodes(batch, "evaluation", self._ask("evaluation", done))
+        _, greedy, _ = self._episodes(batch, "evaluation", replace(self._ask("evaluation", done), temperature=0.0))
+        yield {"kind": "eval", "sweep": done, "tasks": count, "weight_version": self._version, "success": rate(sampled.successes, sampled.episodes),
+               "success_greedy": rate(greedy.successes, greedy.episodes), "turns_mean": rate(sampled.turns, sampled.episodes),
+               "tool_calls_mean": rate(sampled.tool_calls, sampled.episodes), "malformed_calls": sampled.malformed_calls,
+               "failed": dict(sampled.failed + greedy.failed), "seconds": time.perf_counter() - started}
+
+    def _episodes(self, batch: Sequence[Task], name: str, ask: Ask) -> tuple[ray.data.MaterializedDataset, EpisodeCounts, float]:
+        """Whole episodes of `batch`: where they lie, what they amount to, and the seconds in which generators were busy."""
+        self._ready()
+        episodes = collect_episodes(batch, name, ask, self._collection(), self._blocks)
+        counts = count_rollouts(episodes, self._config.sampling.stage_timeout)
+        if counts.episodes != len(batch) * ask.count:
+            raise ConservationError(f"{name}: {len(batch) * ask.count} episodes were asked for, {counts.episodes} came back")
+        return episodes, counts, self._busy()
+
+    def _ready(self) -> None:
+        """Start generators that are missing; whoever does not serve the present version is brought to it."""
+        timeout = self._config.cluster.start_timeout + 60
+        if ray.get(self._pool.fill.remote(self._version), timeout=timeout):
+            self._publish(self._version)
+
+    def _publish(self, version: int) -> Published:
+        published = self._publisher.publish(version)
+        self._version = version
+        return published
+
+    def _ask(self, purpose: str, *where: int, count: int = 1, keep_boundaries: bool = False) -> Ask:
+        return Ask(seed=derive_seed(self._config.run.seed, purpose, *where), temperature=self._config.sampling.temperature, count=count,
+                   keep_boundaries=keep_boundaries)
+
+    def _collection(self) -> Collection:
+        sampling = self._config.sampling
+        return Collection(pool=self._pool, version=self._version, retries=sampling.retries, deadline=time.time() + sampling.stage_timeout)
+
+    def _busy(self) -> float:
+        busy: float = ray.get(self._pool.take_busy_seconds.remote(), timeout=30)
+        return busy
+
+
+def rate(part: float, whole: float) -> float | None:
+    """part / whole; None of nothing."""
+    return part / whole if whole else None

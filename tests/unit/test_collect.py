@@ -1,0 +1,136 @@
+"""A sampling step on fakes of Ray, pool and generators: retries elsewhere, nothing lost and nothing twice."""
+
+import time
+import types
+
+import pyarrow as pa
+import pytest
+from ray.exceptions import GetTimeoutError, RayActorError
+from records import failed, group, sibling
+
+from actors.pool import Lease
+from pipelines import collect
+from pipelines.collect import Ask, Collection, sample
+from pipelines.rows import GROUPS, REQUESTS, ROLLOUTS, groups_to_table, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table
+from rtpo_ray.errors import NoGenerators
+from rtpo_ray.types import Boundary, Rollout, Task
+
+
+def remote(function):
+    return types.SimpleNamespace(remote=lambda *args: lambda: function(*args))
+
+
+class Generator:
+    """Makes one rollout a trunk or sibling; those in `broken` fail, and `error` replaces the whole answer."""
+
+    def __init__(self, broken=(), error=None):
+        self.broken, self.error, self.asked = broken, error, []
+        self.episodes, self.siblings = remote(self._episodes), remote(self._siblings)
+
+    def _one(self, name, task_id):
+        made = failed(name, "E: lost") if name in self.broken else sibling(name, 1.0)
+        return Rollout(rollout_id=name, task_id=task_id, turns=made.turns, end=made.end, failure=made.failure)
+
+    def _ask(self, names):
+        self.asked.append(names)
+        if self.error:
+            raise self.error
+
+    def _episodes(self, tasks, ask):
+        self._ask(tasks["task_id"].to_pylist())
+        return rollouts_to_table([self._one(f"{task}/{j}", task) for task in tasks["task_id"].to_pylist() for j in range(ask.count)])
+
+    def _siblings(self, requests, ask):
+        self._ask(requests["group_id"].to_pylist())
+        return groups_to_table([group(*(self._one(f"{name}/{j}", "t") for j in range(ask.count)), name=name) for name in requests["group_id"].to_pylist()])
+
+
+class Pool:
+    """Leases the generators in turn and writes down what it is told."""
+
+    def __init__(self, *generators):
+        self.generators, self.log = list(generators), []
+        self.lease, self.release, self.report = remote(self._lease), remote(lambda *a: self.log.append(("release", *a))), remote(lambda *a: self.log.append(("report", *a)))
+
+    def _lease(self, version, avoid, patience):
+        self.log.append(("lease", version, avoid))
+        number = sum(entry[0] == "lease" for entry in self.log) - 1
+        return Lease(f"g{number}", self.generators[number])
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    monkeypatch.setattr(collect, "ray", types.SimpleNamespace(get=lambda work, timeout: work()))
+
+
+def collection(pool, retries=1):
+    return Collection(pool=pool, version=3, retries=retries, deadline=time.time() + 60)
+
+
+def trunks(pool, tasks="abc", count=1, retries=1):
+    table = tasks_to_table([Task(task_id=task, seed=0) for task in tasks])
+    made = sample("episodes", table, Ask(seed=0, temperature=1.0, count=count), collection(pool, retries), empty=ROLLOUTS.empty_table())
+    return [(one.rollout_id, one.end) for one in table_to_rollouts(made)]
+
+
+def groups(pool, names="abc", retries=1):
+    boundary = Boundary(turn=0, context_hash="c", state_hash="s", snapshot=b"")
+    requests = pa.Table.from_pylist([{"group_id": name, "task_id": "t", "boundary": {key: getattr(boundary, key) for key in Boundary.__slots__}} for name in names],
+                                    schema=REQUESTS)
+    made = sample("siblings", requests, Ask(seed=0, temperature=1.0, count=2), collection(pool, retries), empty=GROUPS.empty_table())
+    return {one.group_id: [sibling.end for sibling in one.siblings] for one in table_to_groups(made)}
+
+
+def test_a_good_answer_is_taken_as_it_is_and_the_lease_released():
+    pool = Pool(Generator())
+    assert trunks(pool) == [("a/0", "terminated"), ("b/0", "terminated"), ("c/0", "terminated")]
+    assert pool.log == [("lease", 3, ()), ("release", "g0", 3)]
+
+
+def test_failed_groups_alone_are_tried_again_elsewhere():
+    first, second = Generator(broken={"b/1"}), Generator()
+    pool = Pool(first, second)
+    assert groups(pool) == {name: ["terminated"] * 2 for name in "abc"}
+    assert (first.asked, second.asked) == ([["a", "b", "c"]], [["b"]])
+    assert pool.log == [("lease", 3, ()), ("release", "g0", 3), ("lease", 3, ("g0",)), ("release", "g1", 1)]
+
+
+def test_a_group_that_keeps_failing_comes_back_failed():
+    pool = Pool(*(Generator(broken={"b/1"}) for _ in range(3)))
+    assert groups(pool, retries=2) == {"a": ["terminated"] * 2, "c": ["terminated"] * 2, "b": ["terminated", "failed"]}
+    assert [generator.asked for generator in pool.generators] == [[["a", "b", "c"]], [["b"]], [["b"]]]
+
+
+def test_without_retries_a_failure_is_final():
+    assert trunks(Pool(Generator(broken={"b/0"})), retries=0) == [("a/0", "terminated"), ("b/0", "failed"), ("c/0", "terminated")]
+
+
+def test_several_trunks_of_a_task_come_back_once_each_when_one_of_them_failed():
+    found = trunks(Pool(Generator(broken={"b/1"}), Generator()), count=3)
+    assert sorted(found) == [(f"{task}/{j}", "terminated") for task in "abc" for j in range(3)]
+
+
+@pytest.mark.parametrize("error", [RayActorError(), GetTimeoutError("overran")])
+def test_a_generator_that_dies_or_overruns_is_reported_and_its_rows_sampled_elsewhere(error):
+    second = Generator()
+    pool = Pool(Generator(error=error), second)
+    assert trunks(pool) == [("a/0", "terminated"), ("b/0", "terminated"), ("c/0", "terminated")]
+    assert second.asked == [["a", "b", "c"]]
+    kind, member, reason = pool.log[1]
+    assert (kind, member) == ("report", "g0") and reason.startswith(f"{type(error).__name__}: ")
+    assert pool.log[2:] == [("lease", 3, ("g0",)), ("release", "g1", 3)]
+
+
+def test_no_rows_ask_nobody():
+    pool = Pool()
+    assert trunks(pool, tasks="") == [] and groups(pool, names="") == {}
+    assert pool.log == []
+
+
+def test_a_pool_that_does_not_answer_is_named(monkeypatch):
+    def get(work, timeout):
+        raise GetTimeoutError("late")
+
+    monkeypatch.setattr(collect, "ray", types.SimpleNamespace(get=get))
+    with pytest.raises(NoGenerators, match="the pool did not answer within .* at weight version 3"):
+        trunks(Pool(Generator()))

@@ -1,0 +1,88 @@
+"""Events of a run: one line of JSON and one short line in the terminal each. Aim stays off here."""
+
+import json
+import sys
+
+import pytest
+
+from rtpo_ray.config import load_config
+from rtpo_ray.reports.tracker import Tracker, eval_line
+
+
+def tracked(folder):
+    """(tracker of a run of 4 sweeps, the lines that it says, its configuration)."""
+    config = load_config(None, ["run.aim=false", "run.sweeps=4", "cluster.address=elsewhere"])
+    lines = []
+    return Tracker(config, folder, lines.append), lines, config
+
+
+STAGE = {"kind": "stage", "sweep": 0, "turn": 2, "groups": 60, "success": 0.125, "zero_advantage_rate": 0.5, "logprob_gap_max": 3e-6, "grad_norm": 0.1234,
+         "generated_tokens": 1200, "filtered": {"zero_advantage": 8}, "failed": {}, "refused": "", "seconds": {"total": 3.26}}
+SWEEP = {"kind": "sweep", "sweep": 0, "trunk_success": 0.5, "trunk_turns_mean": 2.345, "weight_version": 3, "generated_tokens": 34, "seconds": {"total": 12.0}}
+EVAL = {"kind": "eval", "sweep": 0, "tasks": 256, "success": 0.3125, "success_greedy": 0.5, "tool_calls_mean": 1.96, "malformed_calls": 4}
+
+
+def test_every_event_is_one_line_of_json_at_once(tmp_path):
+    tracker, lines, _ = tracked(tmp_path / "run")
+    events = [EVAL, STAGE, SWEEP]
+    for number, event in enumerate(events):
+        tracker.record(event)
+        kept = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]  # before close: a killed run keeps it
+        assert [{key: value for key, value in one.items() if key != "time"} for one in kept] == events[: number + 1]
+        assert kept[-1]["time"] > 1.6e9
+    assert len(lines) == 3 and all("\n" not in line for line in lines)
+    assert "time" not in STAGE
+    tracker.close("finished")
+
+
+def test_the_configuration_lies_beside_the_metrics(tmp_path):
+    _, _, config = tracked(tmp_path / "a" / "run")
+    assert load_config(tmp_path / "a" / "run" / "config.yaml") == config
+
+
+def test_a_run_that_exists_is_refused_and_left_alone(tmp_path):
+    tracked(tmp_path / "run")[0].record(STAGE)
+    (tmp_path / "run" / "config.yaml").write_text("kept")
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(FileExistsError, match=r"holds a run already; choose another run\.name"):
+        tracked(tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before and (tmp_path / "run" / "config.yaml").read_text() == "kept"
+
+
+@pytest.mark.parametrize(("changes", "line"), [
+    ({}, "  turn 2  60 groups  success 12.5 %  equal 50.0 %  gap 3e-06  grad 0.12  3.3 s"),
+    ({"failed": {"EngineError: lost": 8, "KeyError: 'x'": 4}}, "  turn 2  60 groups  success 12.5 %  equal 50.0 %  gap 3e-06  grad 0.12  3.3 s  failed 12"),
+    ({"success": None, "zero_advantage_rate": None, "logprob_gap_max": None, "groups": 0, "grad_norm": 0.0},
+     "  turn 2  0 groups  success -  equal -  gap -  grad 0.00  3.3 s"),
+    ({"refused": "loss is nan"}, "  turn 2  60 groups  success 12.5 %  equal 50.0 %  gap 3e-06  grad 0.12  3.3 s  REFUSED: loss is nan"),
+])
+def test_stage_lines(tmp_path, changes, line):
+    tracker, lines, _ = tracked(tmp_path)
+    tracker.record({**STAGE, **changes})
+    assert lines == [line]
+
+
+def test_sweep_lines_count_all_tokens_and_say_how_long_is_left(tmp_path, monkeypatch):
+    tracker, lines, _ = tracked(tmp_path)
+    started = tracker._started
+    monkeypatch.setattr("rtpo_ray.reports.tracker.time.monotonic", lambda: started + 60)
+    tracker.record(EVAL)  # starting up is not part of a sweep
+    tracker.record(STAGE)
+    monkeypatch.setattr("rtpo_ray.reports.tracker.time.monotonic", lambda: started + 90)
+    tracker.record(SWEEP)
+    monkeypatch.setattr("rtpo_ray.reports.tracker.time.monotonic", lambda: started + 120)
+    tracker.record({**SWEEP, "sweep": 1, "generated_tokens": 1_000_000})
+    assert lines[2] == "sweep 1/4  trunks 50.0 % in 2.3 turns  weights v3  1,234 tokens  12.0 s  left 1.5 min"
+    assert lines[3] == "sweep 2/4  trunks 50.0 % in 2.3 turns  weights v3  1,001,234 tokens  12.0 s  left 1.0 min"
+
+
+def test_evaluation_lines():
+    assert eval_line(EVAL) == "eval after 0 sweeps: success 31.2 % sampled, 50.0 % greedy on 256 held-out tasks, 2.0 tool calls, 4 malformed"
+
+
+def test_without_aim_it_is_not_loaded(tmp_path):
+    loaded = "aim" in sys.modules
+    tracker, _, _ = tracked(tmp_path)
+    tracker.record(STAGE)
+    tracker.close("finished")
+    assert ("aim" in sys.modules) == loaded and not (tmp_path / ".aim").exists() and not (tmp_path.parent / ".aim").exists()
