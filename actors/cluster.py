@@ -35,10 +35,10 @@ def connect(config: Config) -> Iterator[None]:
     """A connection to the configured cluster, or a local one that ends with the block. Raises ConfigError when the run cannot fit."""
     address = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
     if address:
-        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+        ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
     else:
         ray.init(address="local", num_cpus=config.cluster.local_cpus or os.cpu_count(), include_dashboard=config.cluster.dashboard,
-                 log_to_driver=True, logging_level=logging.WARNING, _system_config=KEEP_WORKERS)
+                 log_to_driver=True, logging_level=logging.ERROR, _system_config=KEEP_WORKERS)
     try:
         check_placement(config, ray.cluster_resources())
         yield
@@ -88,7 +88,9 @@ def root_cause() -> Iterator[None]:
 
 def _spawn_root(actor: type, name: str, config: Config, model_path: str) -> Any:
     """The one actor that the driver owns. It makes its collaborators in its own process, so they end when it ends."""
-    return ray.remote(actor).options(name=name, num_cpus=0, max_restarts=0, max_concurrency=2).remote(config, model_path)
+    return ray.remote(actor).options(
+        name=name, num_cpus=0, max_restarts=0, max_concurrency=2, runtime_env={"env_vars": {"RAY_DATA_LOG_LEVEL": "ERROR"}},
+    ).remote(config, model_path)
 
 
 class CoordinatorActor(Coordinator):
@@ -172,6 +174,5 @@ def probe_context(config: Config, model_path: str) -> list[int]:
 
 
 def quiet_ray_data() -> None:
-    """No progress bars and no line an execution: a run has four executions a sweep."""
+    """No progress bars: a run has four executions a sweep. (Its log level is set where the actor is spawned.)"""
     ray.data.DataContext.get_current().enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.WARNING)

@@ -97,7 +97,8 @@ class Coordinator(Evaluator):
         accounted = counts.trained + counts.filtered.total() + counts.failed.total()
         if not produced == counts.siblings == accounted:
             raise ConservationError(f"{where}: {boundaries} boundaries x {stage.n_siblings} siblings = {produced} were asked for; "
-                                    f"{counts.siblings} came back, {counts.trained} trained + {dict(counts.filtered)} filtered + {dict(counts.failed)} failed")
+                                    f"{counts.siblings} came back, {counts.trained} trained + {dict(counts.filtered)} filtered "
+                                    f"+ {dict(counts.failed)} failed")
         if not counts.versions <= {self._version}:
             raise WeightSyncError(f"{where}: siblings were sampled by weight versions {sorted(counts.versions)}; expected only {self._version}")
 

@@ -94,7 +94,7 @@ class AlgorithmConfig:
 @dataclass(kw_only=True)
 class SamplingConfig:
     tasks_per_sweep: int = opt(64, "tasks of a sweep", least=1)
-    temperature: float = opt(1.0, "sampling temperature of trunks and siblings", above=0)
+    temperature: float = opt(1.0, "sampling temperature of trunks and siblings, 0.01 to 2", least=0.01)
     max_response_tokens: int = opt(64, "longest response of a turn", least=1)
     overlong: str = opt("error", "a first context that leaves no room for a response", choices=("error", "drop"))
     retries: int = opt(1, "times that a failed group is tried again, elsewhere if possible", least=0)
@@ -296,6 +296,8 @@ def _check_together(config: Config) -> None:
         raise ConfigError(f"field warm_start.hidden is {config.warm_start.hidden}; expected a multiple of 32, the width of an attention head")
     if generators.gpu_memory_utilization > 1:
         raise ConfigError(f"field generators.gpu_memory_utilization is {generators.gpu_memory_utilization}; expected a share in (0, 1]")
+    if sampling.temperature > 2:
+        raise ConfigError(f"field sampling.temperature is {sampling.temperature}; expected at most 2")
     if sampling.max_response_tokens >= generators.max_model_len:
         raise ConfigError(f"field sampling.max_response_tokens is {sampling.max_response_tokens}; expected less than "
                           f"generators.max_model_len ({generators.max_model_len}), which also holds the context")
@@ -340,4 +342,5 @@ def _check_placement(config: Config) -> None:
     if need > cpus:
         raise ConfigError(
             f"field learner.ranks is {learner.ranks} (x {learner.cpus:g} CPUs) and generators.count is {generators.count} "
-            f"(x {generators.cpus:g} CPUs): with {DATA_CPUS} for Ray Data, {need:g} CPUs do not fit the local cluster's {cpus}; lower one of them or raise cluster.local_cpus")
+            f"(x {generators.cpus:g} CPUs): with {DATA_CPUS} for Ray Data, {need:g} CPUs do not fit the local cluster's {cpus}; "
+            "lower one of them or raise cluster.local_cpus")

@@ -22,13 +22,17 @@ class Engine(Protocol):
         ...
 
     async def generate(self, context_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one response. Raises EngineError when the engine refuses or loses the request."""
+        """Sample one response. Raises EngineError when the engine refuses or loses the request.
+
+        The event loop may be blocked for one forward pass at a time.
+        """
         ...
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight in place (Hugging Face names), drop cached prefixes, and take `version`.
 
-        Raises EngineError when a weight is missing or unknown; the engine must then not be used again.
+        Raises EngineError when requests are open (nothing is changed then), or when a weight is missing or unknown: the engine then refuses
+        to sample until a complete push succeeds.
         """
         ...
 

@@ -81,7 +81,8 @@ class Lookup(ToolEnvironment):
         return Step(reward=float(text == self.gold), terminated=True)
 
     def demonstrate(self, rng: random.Random, noise: float) -> str:
-        """The right next action; with probability `noise` one that names a wrong entity or relation, or answers too early."""
+        """The right next action, or with probability `noise` a wrong one: mostly the other end of the chain is read first ("boss of the
+        friend" starts with boss), sometimes the entity is wrong or the answer comes too early."""
         wrong = rng.random() < noise
         done = len(self.seen)
         if done >= self.hops:
@@ -89,9 +90,9 @@ class Lookup(ToolEnvironment):
         entity = self.seen[-1] if self.seen else self.start
         relation = self.path[done]
         if wrong:
-            kind = rng.choice(("entity", "relation", "answer"))
+            (kind,) = rng.choices(("order", "entity", "answer"), weights=(6, 3, 1))
             if kind == "answer":
                 return rng.choice(list(self.facts))
             entity = rng.choice(list(self.facts)) if kind == "entity" else entity
-            relation = rng.choice(self.relations) if kind == "relation" else relation
+            relation = self.path[-1 - done] if kind == "order" else relation
         return format_hermes("lookup", {"entity": entity, "relation": relation})

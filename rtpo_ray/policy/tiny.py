@@ -117,7 +117,8 @@ def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, conf
     for step in range(options.steps):
         warm, left = min(1.0, (step + 1) / 50), 1 - step / options.steps
         optimizer.param_groups[0]["lr"] = options.lr * min(warm, 0.05 + 0.95 * left)
-        rows = [demonstration(config, template, step * options.batch + i) for i in range(options.batch)]
+        noise = options.noise * min(1.0, 2 * step / options.steps)  # the skill first, then the habit of getting it wrong
+        rows = [demonstration(config, template, step * options.batch + i, noise) for i in range(options.batch)]
         loss = _supervised_loss(model, rows)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -131,13 +132,13 @@ def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, conf
     return value
 
 
-def demonstration(config: Config, template: ChatTemplate, index: int) -> tuple[list[int], list[bool]]:
+def demonstration(config: Config, template: ChatTemplate, index: int, noise: float) -> tuple[list[int], list[bool]]:
     """One scripted episode laid out as a rollout would be: token ids [L] and which of them are actions [L]."""
     builder = Append(template)
     ids: list[int] = []
     mask: list[bool] = []
     response: list[int] = []
-    for environment, observation, action in _script(config, index):
+    for environment, observation, action in _script(config, index, noise):
         if not ids:
             builder.start(environment.system, environment.tools(), observation)
         else:
@@ -149,7 +150,7 @@ def demonstration(config: Config, template: ChatTemplate, index: int) -> tuple[l
     return ids, mask
 
 
-def _script(config: Config, index: int) -> Iterator[tuple[Environment, Observation, str]]:
+def _script(config: Config, index: int, noise: float) -> Iterator[tuple[Environment, Observation, str]]:
     """Turns of a noisy scripted episode: (environment, what it said, the action taken)."""
     rng = random.Random(derive_seed(config.warm_start.seed, "demonstration", index))
     environment = environments.build(config.environment)
@@ -157,7 +158,7 @@ def _script(config: Config, index: int) -> Iterator[tuple[Environment, Observati
     for _ in range(config.environment.max_turns):
         if observation is None:
             return
-        action = environment.demonstrate(rng, config.warm_start.noise)
+        action = environment.demonstrate(rng, noise)
         yield environment, observation, action
         observation = environment.step(action).observation
 
@@ -166,7 +167,7 @@ def _transcript(config: Config, index: int) -> list[str]:
     """The texts of one scripted episode, as the chat template lays them out."""
     parts: list[str] = []
     names: list[str] = []
-    for environment, observation, action in _script(config, index):
+    for environment, observation, action in _script(config, index, config.warm_start.noise):
         wrapped = f"<tool_response>{observation.text}</tool_response>" if observation.role == "tool" else observation.text
         parts += [f"user\n{wrapped}", f"assistant\n{action}"]
         names = [f"{tool['function']['name']}({', '.join(tool['function']['parameters']['properties'])})" for tool in environment.tools()]

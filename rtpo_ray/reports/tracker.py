@@ -66,7 +66,8 @@ def _stage_line(event: Event) -> str:
     lost = "".join(f"  {kind} {sum(event[kind].values())}" for kind in ("failed",) if event[kind])
     refused = f"  REFUSED: {event['refused']}" if event["refused"] else ""
     return (f"  turn {event['turn']}  {event['groups']} groups  {event['siblings']} siblings  success {_percent(event['success'])}  "
-            f"equal {_percent(event['zero_advantage_rate'])}  gap {gap}  grad {event['grad_norm']:.2f}  {event['seconds']['total']:.1f} s{lost}{refused}")
+            f"equal {_percent(event['zero_advantage_rate'])}  gap {gap}  "
+            f"grad {event['grad_norm']:.2f}  {event['seconds']['total']:.1f} s{lost}{refused}")
 
 
 def eval_line(event: Event) -> str:

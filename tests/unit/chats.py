@@ -71,8 +71,8 @@ QWEN3 = """\
 
 TEMPLATES = {"chatml": (CHATML, "<|im_end|>"), "llama": (LLAMA, "<|eot_id|>"), "mistral": (MISTRAL, "</s>"), "qwen3": (QWEN3, "<|im_end|>")}
 
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>", "[INST]", "[/INST]",
-           "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<tool_call>", "</tool_call>", "<think>", "</think>")
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>",
+           "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<tool_call>", "</tool_call>", "<think>", "</think>")
 
 
 @functools.cache

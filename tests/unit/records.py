@@ -9,7 +9,6 @@ from rtpo_ray import algorithms
 from rtpo_ray.config import AlgorithmConfig
 from rtpo_ray.types import Boundary, Group, Rollout, TurnRecord, context_hash
 
-
 RTPO = algorithms.build(AlgorithmConfig())
 
 

@@ -13,7 +13,7 @@ from pipelines import collect
 from pipelines.collect import Ask, Collection, sample
 from pipelines.rows import GROUPS, REQUESTS, ROLLOUTS, groups_to_table, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table
 from rtpo_ray.errors import NoGenerators
-from rtpo_ray.types import Boundary, Rollout, Task
+from rtpo_ray.types import Rollout, Task
 
 
 def remote(function):
@@ -42,7 +42,8 @@ class Generator:
 
     def _siblings(self, requests, ask):
         self._ask(requests["group_id"].to_pylist())
-        return groups_to_table([group(*(self._one(f"{name}/{j}", "t") for j in range(ask.count)), name=name) for name in requests["group_id"].to_pylist()])
+        names = requests["group_id"].to_pylist()
+        return groups_to_table([group(*(self._one(f"{name}/{j}", "t") for j in range(ask.count)), name=name) for name in names])
 
 
 class Pool:
@@ -50,7 +51,9 @@ class Pool:
 
     def __init__(self, *generators):
         self.generators, self.log = list(generators), []
-        self.lease, self.release, self.report = remote(self._lease), remote(lambda *a: self.log.append(("release", *a))), remote(lambda *a: self.log.append(("report", *a)))
+        self.lease = remote(self._lease)
+        self.release = remote(lambda *told: self.log.append(("release", *told)))
+        self.report = remote(lambda *told: self.log.append(("report", *told)))
 
     def _lease(self, version, avoid, patience):
         self.log.append(("lease", version, avoid))
@@ -74,9 +77,8 @@ def trunks(pool, tasks="abc", count=1, retries=1):
 
 
 def groups(pool, names="abc", retries=1):
-    boundary = Boundary(turn=0, context_hash="c", state_hash="s", snapshot=b"")
-    requests = pa.Table.from_pylist([{"group_id": name, "task_id": "t", "boundary": {key: getattr(boundary, key) for key in Boundary.__slots__}} for name in names],
-                                    schema=REQUESTS)
+    boundary = {"turn": 0, "context_hash": "c", "state_hash": "s", "snapshot": b""}
+    requests = pa.Table.from_pylist([{"group_id": name, "task_id": "t", "boundary": boundary} for name in names], schema=REQUESTS)
     made = sample("siblings", requests, Ask(seed=0, temperature=1.0, count=2), collection(pool, retries), empty=GROUPS.empty_table())
     return {one.group_id: [sibling.end for sibling in one.siblings] for one in table_to_groups(made)}
 

@@ -95,8 +95,10 @@ def test_wrong_types_name_field_value_and_type(override, parts):
     (["sampling.max_response_tokens=512"], ["sampling.max_response_tokens is 512", "generators.max_model_len (512)"]),
     (["learner.micro_batch_tokens=511"], ["learner.micro_batch_tokens is 511", "generators.max_model_len (512)"]),
     (["weights.probe_tokens=512"], ["weights.probe_tokens is 512", "generators.max_model_len (512)"]),
-    (["learner.ranks=4"], ["learner.ranks is 4", "generators.count is 1", "6 CPUs", "the local cluster's 4", "cluster.local_cpus"]),
-    (["cluster.local_cpus=2", "generators.count=3"], ["generators.count is 3", "5 CPUs", "the local cluster's 2"]),
+    (["learner.ranks=4", "learner.cpus=1", "generators.cpus=1"],
+     ["learner.ranks is 4", "generators.count is 1", "6 CPUs", "the local cluster's 4", "cluster.local_cpus"]),
+    (["cluster.local_cpus=2", "generators.count=3", "learner.cpus=1", "generators.cpus=1"],
+     ["generators.count is 3", "5 CPUs", "the local cluster's 2"]),
 ])
 def test_impossible_values_name_field_value_and_what_is_valid(overrides, parts):
     message = refused(*overrides)
@@ -109,14 +111,15 @@ def test_unreadable_overrides_are_configuration_errors(override):
 
 
 def test_placement_is_left_to_the_cluster_when_there_is_one(monkeypatch):
-    assert load_config(None, ["cluster.address=auto", "learner.ranks=64"]).learner.ranks == 64
+    assert load_config(None, ["cluster.address=auto", "learner.ranks=64", "learner.cpus=1"]).learner.ranks == 64
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert load_config(None, ["learner.ranks=64"]).learner.ranks == 64
+    assert load_config(None, ["learner.ranks=64", "learner.cpus=1"]).learner.ranks == 64
     monkeypatch.delenv("RAY_ADDRESS")
-    assert load_config(None, ["cluster.local_cpus=66", "learner.ranks=64"]).learner.ranks == 64
+    assert load_config(None, ["cluster.local_cpus=66", "learner.ranks=64", "learner.cpus=1"]).learner.ranks == 64
 
 
-@pytest.mark.parametrize(("text", "part"), [("run: {name: [}", "not valid YAML"), ("- a\n- b\n", "at the top level"), ("run: 3\n", "run is a section")])
+@pytest.mark.parametrize(("text", "part"), [
+    ("run: {name: [}", "not valid YAML"), ("- a\n- b\n", "at the top level"), ("run: 3\n", "run is a section")])
 def test_a_broken_file_is_named(tmp_path, text, part):
     file = tmp_path / "broken.yaml"
     file.write_text(text)

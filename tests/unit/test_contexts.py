@@ -143,7 +143,8 @@ def test_system_text_and_tools_are_part_of_the_first_context():
         made = builder(template)
         made.start("be kind", [schema], Observation("question"))
         assert template.tokenizer.decode(made.context()) == (
-            "<|im_start|>system: look<|im_end|>\n<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nquestion<|im_end|>\n<|im_start|>assistant\n")
+            "<|im_start|>system: look<|im_end|>\n<|im_start|>system\nbe kind<|im_end|>\n"
+            "<|im_start|>user\nquestion<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_the_environment_reads_the_response_without_the_end_of_turn_token_only():

@@ -36,7 +36,8 @@ def test_versions_are_those_that_sampled():
 
 
 def test_turns_rewards_and_cached_tokens_of_a_continuation_count():
-    one = Rollout(rollout_id="a", task_id="t", turns=(turn_record(0, (1, 2, 3), (4,), cached_prompt_tokens=2), turn_record(1, (1,) * 9, (4,) * 5, 1.0, cached_prompt_tokens=8)))
+    turns = (turn_record(0, (1, 2, 3), (4,), cached_prompt_tokens=2), turn_record(1, (1,) * 9, (4,) * 5, 1.0, cached_prompt_tokens=8))
+    one = Rollout(rollout_id="a", task_id="t", turns=turns)
     counts = count_stage(credited(group(one, sibling("b", 0.0))))
     assert (counts.generated_tokens, counts.prompt_tokens, counts.cached_prompt_tokens) == (6 + 2, 12 + 3, 10)
 
@@ -52,11 +53,11 @@ def test_parts_of_a_stage_add_up(seed):
 
 
 def test_episodes_by_hand():
-    boundary = Boundary(turn=1, context_hash="c", state_hash="s", snapshot=b"")
+    boundaries = tuple(Boundary(turn=turn, context_hash="c", state_hash="s", snapshot=b"") for turn in range(2))
     turns = (turn_record(0, tool_calls=2, malformed_calls=1), turn_record(1, reward=1.0, tool_calls=1, response=(1, 2, 3)))
     rollouts = [
-        Rollout(rollout_id="a", task_id="t", turns=turns, boundaries=(Boundary(turn=0, context_hash="c", state_hash="s", snapshot=b""), boundary)),
-        Rollout(rollout_id="b", task_id="t", turns=turns[:1], boundaries=(Boundary(turn=0, context_hash="c", state_hash="s", snapshot=b""),), end="truncated"),
+        Rollout(rollout_id="a", task_id="t", turns=turns, boundaries=boundaries),
+        Rollout(rollout_id="b", task_id="t", turns=turns[:1], boundaries=boundaries[:1], end="truncated"),
         failed("c", "E: lost")]
     assert count_episodes(rollouts_to_table(rollouts)) == EpisodeCounts(
         episodes=3, successes=1, turns=3, tool_calls=5, malformed_calls=2, generated_tokens=7, boundaries=Counter({0: 2, 1: 1}),

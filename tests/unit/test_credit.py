@@ -90,7 +90,7 @@ def test_a_failed_sibling_fails_its_group_and_no_other():
         group(sibling("a/0", 1.0), failed("a/1", "EngineError: lost"), failed("a/2", "KeyError: later"), name="a"),
         group(sibling("b/0", 1.0), sibling("b/1", 0.0), name="b"))
     assert [(row["sample_id"], row["outcome"], row["reason"], row["advantage"], row["context_ids"]) for row in table.to_pylist()] == [
-        ("a/0", "failed", "EngineError: lost", 0.0, []), ("a/1", "failed", "EngineError: lost", 0.0, []), ("a/2", "failed", "EngineError: lost", 0.0, []),
+        *((f"a/{j}", "failed", "EngineError: lost", 0.0, []) for j in range(3)),
         ("b/0", "trained", "", 0.5, [1, 2, 3]), ("b/1", "trained", "", -0.5, [1, 2, 3])]
 
 

@@ -116,7 +116,8 @@ def test_siblings_of_one_boundary_do_not_touch_each_other_even_at_once():
         for sibling in siblings:
             sibling.restore(trunk.boundaries[1])
         engine = parrot_engine(wrong=lambda seed: seed % 4 == 0)
-        return await asyncio.gather(*(sibling.run(engine, rollout_id=f"t/0/1/{i}", task_id="t", seed=i, temperature=1.0) for i, sibling in enumerate(siblings)))
+        return await asyncio.gather(*(
+            sibling.run(engine, rollout_id=f"t/0/1/{i}", task_id="t", seed=i, temperature=1.0) for i, sibling in enumerate(siblings)))
 
     rollouts = asyncio.run(all_at_once())
     right = [all(derive_seed(i, turn) % 4 for turn in (1, 2)) for i in range(16)]

@@ -97,7 +97,8 @@ def test_a_lease_waits_for_the_version_and_then_says_what_it_waited_for(killed):
         assert not waiting.done()
         await pool.serve(name(1), 1)
         assert (await waiting).member == name(1)
-        with pytest.raises(NoGenerators, match=f"no generator came to weight version 2 in 0 s; members: {name(0)} serving at 0, {name(1)} serving at 1"):
+        with pytest.raises(NoGenerators, match=f"no generator came to weight version 2 in 0 s; "
+                                               f"members: {name(0)} serving at 0, {name(1)} serving at 1"):
             await pool.lease(2, (), 0.02)
 
     asyncio.run(scenario())

@@ -4,7 +4,17 @@ import pytest
 from records import random_rollout, random_text, rng_of, turn_record
 
 from pipelines.rows import (
-    GROUPS, REQUESTS, ROLLOUTS, groups_to_table, requests_at, rollouts_to_table, table_to_groups, table_to_rollouts, table_to_tasks, tasks_to_table)
+    GROUPS,
+    REQUESTS,
+    ROLLOUTS,
+    groups_to_table,
+    requests_at,
+    rollouts_to_table,
+    table_to_groups,
+    table_to_rollouts,
+    table_to_tasks,
+    tasks_to_table,
+)
 from rtpo_ray.types import Boundary, Group, Rollout, Task
 
 
@@ -14,11 +24,14 @@ def test_random_records_survive(seed):
     rollouts = [random_rollout(rng, f"t{i}/0") for i in range(rng.randint(0, 5))]
     table = rollouts_to_table(rollouts)
     assert table.schema == ROLLOUTS and table_to_rollouts(table) == rollouts
-    groups = [Group(group_id=random_text(rng), task_id=f"t{i}", turn=rng.randrange(5),
-                    siblings=tuple(random_rollout(rng, f"g{i}/{j}", boundaries=False) for j in range(rng.randint(0, 4)))) for i in range(rng.randint(0, 4))]
+    groups = []
+    for i in range(rng.randint(0, 4)):
+        siblings = tuple(random_rollout(rng, f"g{i}/{j}", boundaries=False) for j in range(rng.randint(0, 4)))
+        groups.append(Group(group_id=random_text(rng), task_id=f"t{i}", turn=rng.randrange(5), siblings=siblings))
     table = groups_to_table(groups)
     assert table.schema == GROUPS and table_to_groups(table) == groups
-    tasks = [Task(task_id=random_text(rng), seed=rng.randrange(2**31), payload={random_text(rng): [rng.random(), None, random_text(rng)]}) for _ in range(3)]
+    payloads = [{random_text(rng): [rng.random(), None, random_text(rng)]} for _ in range(3)]
+    tasks = [Task(task_id=random_text(rng), seed=rng.randrange(2**31), payload=payload) for payload in payloads]
     assert table_to_tasks(tasks_to_table(tasks)) == tasks
 
 
@@ -50,6 +63,6 @@ def test_requests_are_the_boundaries_of_one_turn_in_the_order_of_the_trunks():
         Rollout(rollout_id="c/1", task_id="c", turns=(), boundaries=(boundary(0), boundary(1), boundary(2)))])
     found = {turn: requests_at(trunks, turn) for turn in range(4)}
     assert all(table.schema == REQUESTS for table in found.values())
-    assert {turn: table["group_id"].to_pylist() for turn, table in found.items()} == {0: ["a/0/0", "b/0/0", "c/1/0"], 1: ["a/0/1", "c/1/1"], 2: ["c/1/2"], 3: []}
+    assert [table["group_id"].to_pylist() for table in found.values()] == [["a/0/0", "b/0/0", "c/1/0"], ["a/0/1", "c/1/1"], ["c/1/2"], []]
     assert [Boundary(**row["boundary"]) for row in found[1].to_pylist()] == [boundary(1), boundary(1)]
     assert found[1]["task_id"].to_pylist() == ["a", "c"]

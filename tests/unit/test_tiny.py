@@ -27,8 +27,10 @@ def template():
 
 
 @pytest.mark.parametrize("text", [
-    "", " ", "Ada", "  two  spaces ", "\n\n\ttab\r\n", "Who is the boss of the friend of Ada?", "\u00e9\u00df\u4e2d\u6587 \U0001f600\u200d\U0001f680 \u202e", "\x00\x1f\x7f\ufffd",
-    '{"name": "lookup", "arguments": {"entity": "Ada", "relation": "boss"}}', "<tool_call>{}</tool_call><|im_end|>", "<tool_cal l>", "a\u0301 \u00e1", "0123456789"])
+    "", " ", "Ada", "  two  spaces ", "\n\n\ttab\r\n", "Who is the boss of the friend of Ada?", "0123456789",
+    "\u00e9\u00df\u4e2d\u6587 \U0001f600\u200d\U0001f680 \u202e", "\x00\x1f\x7f\ufffd",
+    '{"name": "lookup", "arguments": {"entity": "Ada", "relation": "boss"}}', "<tool_call>{}</tool_call><|im_end|>", "<tool_cal l>",
+    "a\u0301 \u00e1"])
 def test_any_text_survives_the_tokenizer(template, text):
     assert template.tokenizer.decode(template.encode(text), skip_special_tokens=False) == text
 
@@ -43,15 +45,13 @@ def test_special_tokens_are_one_token_each_and_the_call_is_short(template):
 @pytest.mark.parametrize("noise", [0.0, 0.6])
 def test_a_demonstration_is_laid_out_as_a_rollout_with_the_same_actions(template, noise):
     made = config()
-    made.warm_start.noise = noise
     for index in range(15):
-        script = list(tiny._script(made, index))
+        script = list(tiny._script(made, index, noise))
         actions = [[*template.encode(action), template.tokenizer.eos_token_id] for _, _, action in script]
-        ids, mask = tiny.demonstration(made, template, index)
-        left = iter(actions)
-        episode = Episode(lambda: environments.build(made.environment), template, settings(max_turns=made.environment.max_turns, max_response_tokens=64))
+        ids, mask = tiny.demonstration(made, template, index, noise)
+        episode = Episode(lambda: environments.build(made.environment), template, settings(max_turns=3, max_response_tokens=64))
         episode.reset(Task(task_id="t", seed=seed_of(made, index)))
-        engine = ScriptedEngine(lambda context, sampling: next(left))
+        engine = replaying(actions)
         rollout = asyncio.run(episode.run(engine, rollout_id="r", task_id="t", seed=0, temperature=1.0))
         last = rollout.turns[-1]
         assert [list(turn.response_ids) for turn in rollout.turns] == actions
@@ -65,6 +65,12 @@ def test_a_demonstration_is_laid_out_as_a_rollout_with_the_same_actions(template
             assert (rollout.returns_to_go, len(rollout.turns)) == (1.0, 3)
 
 
+def replaying(actions):
+    """An engine that says these responses in order."""
+    left = iter(actions)
+    return ScriptedEngine(lambda context, sampling: next(left))
+
+
 def seed_of(made, index):
     """The environment seed of a demonstration: the first draw of its random stream."""
     return random.Random(derive_seed(made.warm_start.seed, "demonstration", index)).randrange(2**31)
@@ -72,13 +78,13 @@ def seed_of(made, index):
 
 def test_demonstrations_differ_and_are_the_same_in_a_rerun(template):
     made = config()
-    rows = [tiny.demonstration(made, template, index) for index in range(20)]
-    assert rows == [tiny.demonstration(made, template, index) for index in range(20)]
+    rows = [tiny.demonstration(made, template, index, 0.5) for index in range(20)]
+    assert rows == [tiny.demonstration(made, template, index, 0.5) for index in range(20)]
     assert len({tuple(ids) for ids, _ in rows}) == 20
 
 
 @pytest.fixture
-def built(monkeypatch):
+def built(monkeypatch, template):
     """Training is instant; the configurations that were built."""
     made = []
 
@@ -87,7 +93,7 @@ def built(monkeypatch):
         return 0.5
 
     monkeypatch.setattr(tiny, "warm_start", warm_start)
-    monkeypatch.setattr(tiny, "build_tokenizer", lambda config, build=tiny.build_tokenizer, kept={}: kept.get("x") or kept.setdefault("x", build(config)))
+    monkeypatch.setattr(tiny, "build_tokenizer", lambda config: template.tokenizer)
     return made
 
 
@@ -108,8 +114,9 @@ def test_a_built_model_is_kept_for_its_options_and_no_others(tmp_path, built):
     assert len(lines) == 2 and "3 supervised steps" in lines[0] and "last loss 0.500" in lines[1]
     # what does not make the model does not make another folder
     assert folder(run__seed=5, learner__lr=1.0, environment__step_timeout=1.0, algorithm__n_siblings=3) == first and len(built) == 1
-    others = [folder(warm_start__steps=4), folder(warm_start__noise=0.1), folder(warm_start__seed=1), folder(warm_start__lr=0.1), folder(warm_start__batch=3),
-              folder(environment__args={"hops": 1}), folder(environment__max_turns=4)]
+    others = [folder(**change) for change in (
+        {"warm_start__steps": 4}, {"warm_start__noise": 0.1}, {"warm_start__seed": 1}, {"warm_start__lr": 0.1}, {"warm_start__batch": 3},
+        {"environment__args": {"hops": 1}}, {"environment__max_turns": 4})]
     assert len({first, *others}) == 8 == len(built)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # no scratch folder is left
 

@@ -60,7 +60,8 @@ def test_returns_to_go_sum_the_recorded_turns():
 def test_records_survive_pickling():
     rng = rng_of(3)
     rollout = random_rollout(rng, "t/0")
-    records = [rollout, group(rollout), Task(task_id="t", seed=1, payload={"a": [1]}), Sampling(temperature=0.5, max_tokens=3, stop_token_ids=(0,), seed=4),
+    records = [rollout, group(rollout), Task(task_id="t", seed=1, payload={"a": [1]}),
+               Sampling(temperature=0.5, max_tokens=3, stop_token_ids=(0,), seed=4),
                Completion(token_ids=(1,), logprobs=(-1.0,), finish_reason="length", weight_version=3),
                Boundary(turn=1, context_hash="c", state_hash="s", snapshot=b"\x00\xff"),
                Sample(sample_id="s", context_ids=[1], context_hash="h", response_ids=[2], engine_logprobs=[-1.0], advantage=1.0, weight=0.5)]

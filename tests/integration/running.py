@@ -1,0 +1,43 @@
+"""What the tests of whole runs share: a small configuration, waiting with a deadline, and ending what a test started."""
+
+import time
+
+import ray
+
+from rtpo_ray.config import load_config
+
+SMALL = (
+    "run.sweeps=2", "run.eval_tasks=16", "run.eval_every=0", "run.seed=3",
+    "warm_start.steps=60", "warm_start.batch=32", "warm_start.noise=0.4",
+    "environment.name=lookup", "environment.args.hops=1", "environment.args.entities=3", "environment.max_turns=3",
+    "algorithm.n_siblings=4", "sampling.tasks_per_sweep=32", "sampling.max_response_tokens=24", "sampling.stage_timeout=120",
+    "generators.count=2", "generators.cpus=0.25", "generators.max_model_len=160", "generators.max_num_seqs=64", "generators.kv_cache_mb=16",
+    "learner.cpus=0.5", "learner.lr=3e-4", "learner.timeout=120", "weights.timeout=30",
+)
+
+
+def warm_start(overrides):
+    """(overrides, folder) of the tiny model that the overrides describe."""
+    from rtpo_ray.policy.tiny import materialise
+
+    return list(overrides), str(materialise(load_config(None, overrides), lambda line: None))
+
+
+def wait_until(condition, seconds, what):
+    """Poll until `condition()` is true; returns its value."""
+    until = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > until:
+            raise TimeoutError(f"waited {seconds} s for {what}")
+        time.sleep(0.05)
+    return value
+
+
+def end_actors():
+    """Kill every named actor, and wait until their names are free again."""
+    for name in ray.util.list_named_actors():
+        try:
+            ray.kill(ray.get_actor(name))
+        except ValueError:  # it has ended meanwhile
+            continue
+    wait_until(lambda: not ray.util.list_named_actors(), 30, f"the end of {ray.util.list_named_actors()}")
