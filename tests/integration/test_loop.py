@@ -1,5 +1,7 @@
 """The whole loop on real parts: Ray, Ray Data, two vLLM engines, the learner gang, the weight channel."""
 
+import time
+
 import ray
 import torch
 from running import wait_until
@@ -78,19 +80,13 @@ def first_sweep(pool, config, blocks):
     batch = tasks.training_tasks(config.run.seed, 0, config.sampling.tasks_per_sweep)
     asks = [Ask(seed=derive_seed(config.run.seed, *where), temperature=1.0, count=count, keep_boundaries=keep)
             for where, count, keep in ((("trunks", 0), 1, True), (("siblings", 0, 0), 4, False))]
-    collection = Collection(pool=pool, version=0, retries=0, deadline=wait_deadline(config))
+    collection = Collection(pool=pool, version=0, retries=0, deadline=time.time() + config.sampling.stage_timeout)
     trunks = collect_episodes(batch, "trunks", asks[0], collection, blocks)
     rollouts = [rollout for ref in trunks.to_arrow_refs() for rollout in table_to_rollouts(ray.get(ref))]
     rows = [row for ref in stage_samples(trunks, 0, asks[1], collection, spread) for row in ray.get(ref).to_pylist()]
     return ([(task.task_id, task.seed) for task in batch],
             {rollout.rollout_id: [(turn.seed, turn.response_ids) for turn in rollout.turns] for rollout in rollouts},
             {row["sample_id"]: (row["group_id"], tuple(row["response_ids"])) for row in rows})
-
-
-def wait_deadline(config):
-    import time
-
-    return time.time() + config.sampling.stage_timeout
 
 
 def test_the_same_seed_samples_the_same_siblings_and_siblings_differ(cluster, tiny_model, record_property):
@@ -115,5 +111,6 @@ def test_the_same_seed_samples_the_same_siblings_and_siblings_differ(cluster, ti
     assert sum(len(set(group)) > 1 for group in groups.values()) >= 30  # two of four may draw the same words
     assert len({response for _, response in siblings.values()}) > 32
 
-    (_, _, other), = [first_sweep(pool, load_config(None, [*overrides, "run.seed=4"]), 2)]
-    assert not siblings.keys() ^ {name for name in other if name in siblings} or siblings != other
+    ids_other, _, other = first_sweep(pool, load_config(None, [*overrides, "run.seed=4"]), 2)
+    assert not {seed for _, seed in ids} & {seed for _, seed in ids_other}
+    assert sum(siblings[name] == other[name] for name in siblings) < 0.2 * len(siblings)

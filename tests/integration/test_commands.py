@@ -1,0 +1,161 @@
+"""The `rtpo` command as a user runs it: a process of its own, on a local cluster of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from aim import Repo
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
+
+from rtpo_ray.config import load_config
+
+ROOT = Path(__file__).parents[2]
+RTPO = [sys.executable, "-m", "rtpo_ray"]
+
+
+@pytest.fixture
+def start(tiny_model, tmp_path):
+    """Starts `rtpo COMMAND ...` on the small run; whatever is left of it ends with the test."""
+    running = []
+
+    def begin(command, *overrides):
+        common = [*tiny_model[0], "cluster.dashboard=false", "cluster.local_cpus=3", f"run.root={tmp_path}"]
+        running.append(Command([*RTPO, *command, *common, *overrides]))
+        return running[-1]
+
+    yield begin
+    for command in running:
+        command.end()
+
+
+class Command:
+    """A process in a session of its own, as a terminal gives it; its output is read as it comes."""
+
+    def __init__(self, argv):
+        self.process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        self.lines, self._more = [], threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            with self._more:
+                self.lines.append(line.rstrip("\n"))
+                self._more.notify_all()
+
+    def wait_for(self, start, seconds):
+        """The first line that begins with `start`."""
+        with self._more:
+            found = self._more.wait_for(lambda: [line for line in self.lines if line.startswith(start)], seconds)
+        assert found, f"no line {start!r} within {seconds} s:\n" + self.text
+        return found[0]
+
+    def finish(self, seconds):
+        """Exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"did not end within {seconds} s:\n{self.text}")
+
+    @property
+    def text(self):
+        return "\n".join(self.lines)
+
+    def family(self):
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self):
+        if self.process.poll() is None:
+            left = self.family()
+            self.process.kill()
+            for one in left:
+                if one.is_running():
+                    one.kill()
+        self.process.wait(30)
+
+
+def events(folder):
+    """Lines of metrics.jsonl, each of them complete."""
+    text = (folder / "metrics.jsonl").read_text()
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def aim_run(root):
+    """The one Aim run under `root`: (run, {metric name: values} of one turn's context or of none)."""
+    repo = Repo.from_path(str(root))
+    (found,) = repo.iter_runs()
+    return found, {(metric.name, json.dumps(metric.context.to_dict(), sort_keys=True)): list(metric.values.sparse_list()[1]) for metric in found.metrics()}
+
+
+def test_train_then_evaluate(start, tmp_path):
+    training = start(["train"], "run.sweeps=1", "run.name=whole")
+    assert training.finish(240) == 0, training.text
+    folder = tmp_path / "whole"
+    assert {path.name for path in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "final"}
+    kept = load_config(folder / "config.yaml")
+    assert (kept.run.name, kept.run.sweeps, kept.algorithm.n_siblings) == ("whole", 1, 4)
+
+    rows = events(folder)
+    assert [row["kind"] for row in rows if row["kind"] != "stage"] == ["eval", "sweep", "eval"]
+    shown = [line for line in training.lines if line.startswith(("  turn ", "sweep ", "eval "))]
+    assert len(shown) == len(rows)  # one line an event
+    assert any(line.startswith("sweep 1/1  trunks ") for line in shown) and f"run finished: {folder}" in training.lines[-1]
+
+    run, metrics = aim_run(tmp_path)
+    assert run["status"] == "finished" and run.end_time is not None
+    assert run["config"] == OmegaConf.to_container(OmegaConf.structured(kept))
+    stage = next(row for row in rows if row["kind"] == "stage")
+    context = json.dumps({"kind": "stage", "turn": stage["turn"]}, sort_keys=True)
+    assert metrics["siblings", context] == [stage["siblings"]] and metrics["seconds.total", context] == [stage["seconds"]["total"]]
+    assert metrics["success", '{"kind": "eval"}'] == [row["success"] for row in rows if row["kind"] == "eval"]
+
+    assert AutoModelForCausalLM.from_pretrained(folder / "final").num_parameters() > 1e5
+    (tmp_path / "whole.yaml").write_text((folder / "config.yaml").read_text())
+    evaluation = start(["evaluate", "--model", str(folder / "final"), "--config", str(tmp_path / "whole.yaml")])
+    assert evaluation.finish(180) == 0, evaluation.text
+    assert evaluation.lines[-2].startswith("eval after 0 sweeps: success ")
+    again, last = json.loads(evaluation.lines[-1]), rows[-1]
+    # The weights that the run ended with, so greedy decoding does the same; sampling uses the seeds of the evaluation after 0 sweeps.
+    assert {key: again[key] for key in ("kind", "tasks", "failed")} == {"kind": "eval", "tasks": 16, "failed": {}}
+    assert again["success_greedy"] == pytest.approx(last["success_greedy"], abs=1 / 16)
+    assert {path.name for path in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "final"}
+
+
+def test_ctrl_c_ends_the_run_cleanly(start, tmp_path):
+    training = start(["train"], "run.sweeps=1000", "run.name=stopped", "run.eval_tasks=0")
+    training.wait_for("  turn ", 180)
+    family = training.family()
+    assert any("raylet" in one.name() for one in family) and len(family) > 6
+    os.killpg(training.process.pid, signal.SIGINT)  # a terminal tells the whole foreground group
+    asked = time.monotonic()
+    assert training.finish(60) == 130, training.text
+    assert f"interrupted: {tmp_path / 'stopped'} holds the metrics so far" in training.text and "Traceback" not in training.text
+    _, left = psutil.wait_procs(family, 30)
+    assert left == [], f"{time.monotonic() - asked:.0f} s after Ctrl-C: {left}"
+
+    rows = events(tmp_path / "stopped")
+    assert rows and rows[0]["kind"] == "stage"
+    run, metrics = aim_run(tmp_path)
+    assert run["status"] == "interrupted" and run.end_time is not None
+    first = json.dumps({"kind": "stage", "turn": rows[0]["turn"]}, sort_keys=True)
+    assert metrics["siblings", first][0] == rows[0]["siblings"]
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("algorithm.n_siblings=1", "field algorithm.n_siblings is 1; expected at least 2"),
+    ("learner.ranks=9", "field learner.ranks is 9 (x 0.5 CPUs)"),
+    ("algorithm.name=grp", "field algorithm.name is 'grp'; valid choices: rtpo"),
+])
+def test_a_bad_configuration_starts_nothing(start, tmp_path, override, message):
+    training = start(["train"], "run.name=bad", override)
+    assert training.finish(60) == 2
+    assert f"rtpo: configuration error: {message}" in training.text and "Traceback" not in training.text
+    assert not (tmp_path / "bad").exists()
