@@ -22,7 +22,7 @@ from rtpo_ray import algorithms, environments
 from rtpo_ray.config import DATA_CPUS, Config
 from rtpo_ray.engines.base import Engine
 from rtpo_ray.engines.vllm import VllmEngine
-from rtpo_ray.episodes.contexts import ChatTemplate
+from rtpo_ray.episodes.contexts import BUILDERS, ChatTemplate
 from rtpo_ray.episodes.episode import EpisodeSettings
 from rtpo_ray.errors import ConfigError
 
@@ -164,13 +164,13 @@ def episode_settings(config: Config) -> EpisodeSettings:
 
 
 def probe_context(config: Config, model_path: str) -> list[int]:
-    """The first context of the first held-out task, as far as the engine can hold it."""
+    """The first context of some task, as far as the engine can hold it."""
     template = ChatTemplate(AutoTokenizer.from_pretrained(model_path))
     environment = environments.build(config.environment)
+    builder = BUILDERS[config.environment.context](template)
     first = environment.reset(0)
-    messages = [{"role": "user", "content": first.text}]
-    ids = template.encode(template.render(messages, environment.tools(), prompt=True))
-    return ids[-(config.generators.max_model_len - config.weights.probe_tokens):]
+    builder.start(environment.system, environment.tools(), first)
+    return builder.context()[-(config.generators.max_model_len - config.weights.probe_tokens):]
 
 
 def quiet_ray_data() -> None:

@@ -14,6 +14,7 @@ The coordinator holds references and counts, never token arrays. `run` yields on
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -113,11 +114,16 @@ def stage_event(sweep: int, stage: Stage, counts: StageCounts, update: UpdateRes
         "cached_prompt_tokens": counts.cached_prompt_tokens, "trained": counts.trained,
         "filtered": dict(counts.filtered), "failed": dict(counts.failed),
         "logprob_gap_mean": update.logprob_gap_mean if trained else None, "logprob_gap_max": update.logprob_gap_max if trained else None,
-        "ratio_geomean": update.ratio_geomean if trained else None, "clip_fraction": update.clip_fraction, "loss": update.loss,
-        "grad_norm": update.grad_norm, "optimizer_steps": update.optimizer_steps, "refused": update.refused,
+        "ratio_geomean": update.ratio_geomean if trained else None, "clip_fraction": update.clip_fraction,
+        "loss": _finite(update.loss), "grad_norm": _finite(update.grad_norm), "optimizer_steps": update.optimizer_steps, "refused": update.refused,
         "trained_tokens": update.tokens, "learner_tokens": update.learner_tokens,
         "weights_hash": published.hash if published else None, "probe_gap": published.probe_gap if published else None,
         "retired": published.retired if published else {}}
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN; a refused update says in words what was wrong."""
+    return value if math.isfinite(value) else None
 
 
 def _phases(spent: list[dict[str, float]], total: float) -> dict[str, float]:

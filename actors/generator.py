@@ -21,7 +21,7 @@ from rtpo_ray.engines.base import Engine
 from rtpo_ray.environments.base import Environment
 from rtpo_ray.episodes.contexts import ChatTemplate
 from rtpo_ray.episodes.episode import Episode, EpisodeSettings
-from rtpo_ray.types import Boundary, Completion, Group, Rollout, Sampling, derive_seed
+from rtpo_ray.types import Boundary, Completion, Group, Rollout, Sampling, derive_seed, failed_rollout
 from rtpo_ray.weights.channel import WeightChannel
 
 
@@ -102,14 +102,14 @@ class Generator:
         """One episode; whatever environment, template or engine raise costs this rollout alone and is kept as its failure."""
         try:
             episode = Episode(self._make_environment, self._template, self._settings)
-            begin(episode)
+            await episode.off_loop("reset or restore", begin, episode)
             rollout = await episode.run(self._engine, rollout_id=rollout_id, task_id=task_id, seed=seed,
                                         temperature=ask.temperature, keep_boundaries=ask.keep_boundaries)
             if rollout.end == "overlong" and not rollout.turns and self._overlong == "error":
                 raise ValueError(f"the first context leaves no room for a response in generators.max_model_len ({self._settings.max_model_len}); "
                                  "raise it, or set sampling.overlong=drop to count and skip such tasks")
         except Exception as error:  # noqa: BLE001 - anything may come out of a user's environment
-            return Rollout(rollout_id=rollout_id, task_id=task_id, turns=(), end="failed", failure=f"{type(error).__name__}: {error}")
+            return failed_rollout(rollout_id, task_id, f"{type(error).__name__}: {error}")
         return rollout
 
     async def _gather(self, runs: list[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:

@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 import ray.data
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from pipelines.counts import EpisodeCounts, count_episodes
 from pipelines.credit import Credit, credit_groups
-from pipelines.rows import GROUPS, ROLLOUTS, requests_at
+from pipelines.rows import GROUPS, ROLLOUTS, groups_to_table, requests_at, rollouts_to_table
 from pipelines.tasks import dataset
 from rtpo_ray.errors import NoGenerators
-from rtpo_ray.types import Task
+from rtpo_ray.types import Group, Task, failed_rollout
 
 Block: TypeAlias = "ray.ObjectRef[pa.Table]"
 
@@ -101,7 +102,8 @@ def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty:
         except (RayActorError, GetTimeoutError) as error:
             ray.get(collection.pool.report.remote(lease.member, f"{type(error).__name__}: {error}"), timeout=30)
             if attempt == collection.retries:
-                raise
+                done.append(_lost(method, rows, ask, f"{type(error).__name__}: no generator survived it in {attempt + 1} tries, last {lease.member}"))
+                break
             avoid = (*avoid, lease.member)
             continue
         ray.get(collection.pool.release.remote(lease.member, len(rows)), timeout=30)
@@ -124,10 +126,23 @@ def _lease(collection: Collection, avoid: tuple[str, ...]) -> Any:
                            f"at weight version {collection.version}") from error
 
 
+def _lost(method: str, rows: pa.Table, ask: Ask, failure: str) -> pa.Table:
+    """What `method` would have returned had every rollout of `rows` failed."""
+    if method == "episodes":
+        return rollouts_to_table(failed_rollout(f"{task_id}/{trunk}", task_id, failure)
+                                 for task_id in rows["task_id"].to_pylist() for trunk in range(ask.count))
+    return groups_to_table(
+        Group(group_id=row["group_id"], task_id=row["task_id"], turn=row["boundary"]["turn"],
+              siblings=tuple(failed_rollout(f"{row['group_id']}/{index}", row["task_id"], failure) for index in range(ask.count)))
+        for row in rows.to_pylist())
+
+
 def _failed_rows(table: pa.Table) -> list[bool]:
-    if "siblings" in table.column_names:
-        return [any(sibling["end"] == "failed" for sibling in siblings) for siblings in table["siblings"].to_pylist()]
-    return [end == "failed" for end in table["end"].to_pylist()]
+    if "siblings" not in table.column_names:
+        return [end == "failed" for end in table["end"].to_pylist()]
+    ends = pc.struct_field(pc.list_flatten(table["siblings"]), "end").to_pylist()  # the tokens stay in Arrow
+    sizes = pc.list_value_length(table["siblings"]).to_pylist()
+    return ["failed" in ends[stop - size:stop] for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
 def _failed_requests(table: pa.Table, failed: Sequence[bool]) -> tuple[str, set[str]]:

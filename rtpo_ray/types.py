@@ -127,6 +127,11 @@ class Rollout:
         return float(sum(turn.reward for turn in self.turns))
 
 
+def failed_rollout(rollout_id: str, task_id: str, failure: str) -> Rollout:
+    """A rollout of which nothing is left but the reason."""
+    return Rollout(rollout_id=rollout_id, task_id=task_id, turns=(), end="failed", failure=failure)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Siblings of one boundary: same c_k, same environment state, same weights."""

@@ -7,6 +7,7 @@ import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rtpo_ray.engines.base import Engine
 from rtpo_ray.environments.base import Environment, Step
@@ -84,7 +85,7 @@ class Episode:
                 end = "overlong"
                 break
             if keep_boundaries:
-                boundaries.append(self.boundary())
+                boundaries.append(await self.off_loop("snapshot", self.boundary))
             sampling = Sampling(temperature=temperature, max_tokens=min(room, self._settings.max_response_tokens),
                                 stop_token_ids=(self._template.tokenizer.eos_token_id,), seed=derive_seed(seed, self.turn))
             completion = await engine.generate(context, sampling)
@@ -100,25 +101,28 @@ class Episode:
         return Rollout(rollout_id=rollout_id, task_id=task_id, turns=tuple(turns), boundaries=tuple(boundaries), end=end)
 
     async def _step(self, text: str) -> Step:
-        """One environment step; off the event loop and with a deadline unless it is instant."""
-        limit, name = self._settings.step_timeout, type(self._environment).__name__
-        if self._environment.instant:
-            step = self._environment.step(text)
-        else:
-            deadline = asyncio.timeout(limit)
-            try:
-                async with deadline:
-                    step = await asyncio.to_thread(self._environment.step, text)
-            except TimeoutError as error:
-                if not deadline.expired():
-                    raise  # the environment's own
-                raise TimeoutError(f"{name}.step took longer than environment.step_timeout ({limit:g} s) at turn {self.turn}") from error
+        """One environment step, checked."""
+        name = type(self._environment).__name__
+        step: Step = await self.off_loop(f"{name}.step", self._environment.step, text)
         if (step.observation is None) != (step.terminated or step.truncated):
             raise ValueError(f"{name}.step returned observation {step.observation!r} with terminated={step.terminated}, "
                              f"truncated={step.truncated}; expected an observation exactly while the episode goes on")
         if not math.isfinite(step.reward):
             raise ValueError(f"{name}.step returned reward {step.reward} at turn {self.turn}; expected a finite number")
         return step
+
+    async def off_loop(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Run the environment's code: off the event loop and with a deadline, unless the environment is instant."""
+        if self._environment.instant:
+            return function(*args)
+        deadline = asyncio.timeout(self._settings.step_timeout)
+        try:
+            async with deadline:
+                return await asyncio.to_thread(function, *args)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise  # the environment's own
+            raise TimeoutError(f"{what} took longer than environment.step_timeout ({self._settings.step_timeout:g} s) at turn {self.turn}") from error
 
 
 def _record(turn: int, context: Sequence[int], completion: Completion, sampling: Sampling, step: Step, state_hash: str) -> TurnRecord:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import math
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,27 +35,26 @@ PIECES = r'["{},: ]*"?[a-z_]+": ["{\[]*| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s+'
 
 # ChatML as Qwen3 uses it: earlier thoughts are dropped, a tool's result is a user message. Tools are listed as signatures.
 CHAT_TEMPLATE = """\
-{%- if tools or messages[0].role == 'system' %}<|im_start|>system
-{%- if messages[0].role == 'system' %}
-{{ messages[0].content }}
-{%- endif %}
-{%- for tool in tools or [] %}
-{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})
-{%- endfor %}<|im_end|>
-{% endif %}
-{%- set last = namespace(question=-1) %}
-{%- for message in messages %}{% if message.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}{% endfor %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}<|im_start|>user
-<tool_response>{{ message.content }}</tool_response><|im_end|>
-{% elif message.role == 'assistant' and loop.index0 < last.question and '</think>' in message.content %}<|im_start|>assistant
-{{ message.content.split('</think>')[-1].lstrip('\\n') }}<|im_end|>
-{% elif message.role != 'system' %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{%- if tools or messages[0].role == 'system' -%}
+  {{- '<|im_start|>system' -}}
+  {%- if messages[0].role == 'system' -%}{{- '\\n' + messages[0].content -}}{%- endif -%}
+  {%- for tool in tools or [] -%}
+    {{- '\\n' + tool.function.name + '(' + (tool.function.parameters.properties | join(', ')) + ')' -}}
+  {%- endfor -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- set last = namespace(question=-1) -%}
+{%- for message in messages -%}{%- if message.role == 'user' -%}{%- set last.question = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for message in messages -%}
+  {%- if message.role == 'tool' -%}
+    {{- '<|im_start|>user\\n<tool_response>' + message.content + '</tool_response><|im_end|>\\n' -}}
+  {%- elif message.role == 'assistant' and loop.index0 < last.question -%}
+    {{- '<|im_start|>assistant\\n' + message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' -}}
+  {%- elif message.role != 'system' -%}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 
 
 def materialise(config: Config, say: Callable[[str], None] = print) -> Path:
@@ -61,8 +62,9 @@ def materialise(config: Config, say: Callable[[str], None] = print) -> Path:
 
     Two processes that build the same model at once do no harm: each writes a folder of its own and the last rename wins.
     """
+    recipe = (sys.modules[__name__], sys.modules[environments.REGISTRY[config.environment.name].__module__])
     options: dict[str, Any] = {"warm_start": dataclasses.asdict(config.warm_start), "environment": dataclasses.asdict(config.environment),
-               "template": CHAT_TEMPLATE, "pieces": PIECES}
+                               "recipe": [inspect.getsource(module) for module in recipe]}
     del options["warm_start"]["cache"], options["environment"]["step_timeout"]
     key = hashlib.blake2b(json.dumps(options, sort_keys=True).encode(), digest_size=6).hexdigest()
     folder = Path(config.warm_start.cache).expanduser() / f"tiny-{config.environment.name}-{key}"

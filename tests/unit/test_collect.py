@@ -123,6 +123,18 @@ def test_a_generator_that_dies_or_overruns_is_reported_and_its_rows_sampled_else
     assert pool.log[2:] == [("lease", 3, ("g0",)), ("release", "g1", 3)]
 
 
+@pytest.mark.parametrize("error", [RayActorError(), GetTimeoutError("overran")])
+def test_rows_that_no_generator_survives_come_back_failed_every_one_of_them(error):
+    made = table_to_rollouts(trunks(Pool(Generator(error=error), Generator(error=error)), tasks="ab", count=2))
+    assert [(rollout.rollout_id, rollout.task_id, rollout.end) for rollout in made] == [
+        ("a/0", "a", "failed"), ("a/1", "a", "failed"), ("b/0", "b", "failed"), ("b/1", "b", "failed")]
+    assert {rollout.failure for rollout in made} == {f"{type(error).__name__}: no generator survived it in 2 tries, last g1"}
+    lost = table_to_groups(groups(Pool(Generator(error=error), Generator(error=error)), names="ab"))
+    assert [(one.group_id, [rollout.rollout_id for rollout in one.siblings]) for one in lost] == [
+        (name, [f"{name}/{j}" for j in range(len(lost[0].siblings))]) for name in "ab"]
+    assert {rollout.end for one in lost for rollout in one.siblings} == {"failed"}
+
+
 def test_no_rows_ask_nobody():
     pool = Pool()
     assert trunks(pool, tasks="") == [] and groups(pool, names="") == {}

@@ -1,0 +1,152 @@
+"""Trunks and stages through real Ray Data and real actors, with generators that need no model."""
+
+import functools
+import time
+
+import pytest
+import ray
+from players import Gated, KillsAlways, KillsOnce, Player, Ragged, RaisesAlways, RaisesOnce, Spawn, open_pool, status
+from records import RTPO
+
+from actors.cluster import root_cause
+from pipelines.collect import Ask, Collection, collect_episodes, count_rollouts, stage_samples
+from pipelines.counts import StageCounts, count_stage
+from rtpo_ray.errors import NoGenerators
+from rtpo_ray.types import Task
+
+TASKS = [Task(task_id=f"t{seed}", seed=seed) for seed in range(11)]  # of 1, 2, 3, 1, 2, 3 ... turns
+SIBLINGS = 3
+
+
+def collection(pool, retries=1, seconds=90):
+    return Collection(pool=pool, version=0, retries=retries, deadline=time.time() + seconds)
+
+
+def trunks(pool, blocks, count=1, batch=TASKS, **options):
+    ask = Ask(seed=1, temperature=1.0, count=count, keep_boundaries=True)
+    return collect_episodes(batch, "trunks", ask, collection(pool, **options), blocks)
+
+
+def stage(pool, made, turn, **options):
+    return stage_samples(made, turn, Ask(seed=2, temperature=1.0, count=SIBLINGS), collection(pool, **options), RTPO.credit)
+
+
+def tables(blocks):
+    return [ray.get(block) for block in blocks]
+
+
+def rows(blocks):
+    return [row for table in tables(blocks) for row in table.to_pylist()]
+
+
+def counts(found):
+    return sum(map(count_stage, found), StageCounts())
+
+
+def expected(turn, trunks_a_task=1):
+    """Every sibling of `turn`, once."""
+    return sorted(f"{task.task_id}/{i}/{turn}/{j}" for task in TASKS if task.seed % 3 >= turn for i in range(trunks_a_task) for j in range(SIBLINGS))
+
+
+@pytest.fixture
+def pool_of(cluster, tmp_path):
+    """Makes a pool of generators that play `world`; one that misbehaves gets the test's folder to remember what it did."""
+
+    def make(world=Ragged, count=2, **options):
+        made = world if world is Ragged else functools.partial(world, str(tmp_path))
+        return open_pool(Spawn([Player], made, **options), count)
+
+    return make
+
+
+def test_no_row_is_lost_or_doubled(pool_of):
+    pool = pool_of(count=3)
+    for blocks, count in ((3, 1), (4, 1), (11, 2), (50, 1)):
+        made = trunks(pool, blocks, count)
+        totals = count_rollouts(made, 60)
+        assert (totals.episodes, dict(totals.failed)) == (11 * count, {})
+        assert dict(totals.boundaries) == {0: 11 * count, 1: 7 * count, 2: 3 * count}
+        for turn in (2, 1, 0):
+            found = tables(stage(pool, made, turn))
+            assert sorted(row["sample_id"] for table in found for row in table.to_pylist()) == expected(turn, count)
+            total = counts(found)
+            assert total.siblings == len(expected(turn, count)) == total.trained + total.filtered.total() and not total.failed
+            assert total.groups * SIBLINGS == total.siblings and total.versions == {0}
+        assert counts(tables(stage(pool, made, 3))) == StageCounts()  # a turn that nobody reached
+    assert {name: (entry["state"], entry["leases"]) for name, entry in status(pool).items()} == {f"rtpo-generator-{i}": ("serving", 0) for i in range(3)}
+
+
+def test_blocks_arrive_while_others_still_sample(pool_of, tmp_path):
+    pool = pool_of(Gated)
+    (tmp_path / "open").touch()
+    made = trunks(pool, 3)
+    (tmp_path / "open").unlink()
+    blocks = stage(pool, made, 0)
+    first = ray.get(next(blocks), timeout=50).to_pylist()  # the gate, and with it another block, is still shut
+    assert first and not any(row["sample_id"].startswith("t5/") for row in first)
+    (tmp_path / "open").touch()
+    assert sorted(row["sample_id"] for row in [*first, *rows(blocks)]) == expected(0)
+
+
+def test_a_failing_rollout_is_tried_again_elsewhere(pool_of, tmp_path):
+    pool = pool_of(RaisesOnce)
+    made = trunks(pool, 2)
+    assert (tmp_path / "done").exists() and dict(count_rollouts(made, 60).failed) == {}
+    (tmp_path / "done").unlink()
+    found = tables(stage(pool, made, 1))
+    assert (tmp_path / "done").exists() and not counts(found).failed
+    assert sorted(row["sample_id"] for table in found for row in table.to_pylist()) == expected(1)
+
+
+def test_a_rollout_that_keeps_failing_costs_its_group_and_is_counted_with_its_message(pool_of, tmp_path):
+    pool = pool_of(RaisesAlways)
+    made = trunks(pool, 2, retries=2)
+    totals = count_rollouts(made, 60)
+    assert (totals.episodes, dict(totals.failed)) == (11, {"ValueError: a door is stuck": 1})
+    assert dict(totals.boundaries) == {0: 10, 1: 6, 2: 2}  # all but those of the failed trunk
+    failed, = [row for ref in made.to_arrow_refs() for row in ray.get(ref).to_pylist() if row["end"] == "failed"]
+    assert (failed["task_id"], failed["failure"]) == ("t5", "ValueError: a door is stuck")
+    total = counts(tables(stage(pool, made, 0)))
+    assert (total.siblings, dict(total.failed)) == (10 * SIBLINGS, {})
+
+
+def test_a_failed_sibling_fails_its_group_whole(pool_of, tmp_path):
+    pool = pool_of(RaisesOnce)
+    made = trunks(pool, 2)
+    (tmp_path / "done").unlink()
+    found = tables(stage(pool, made, 1, retries=0))
+    total = counts(found)
+    assert dict(total.failed) == {"ValueError: a door is stuck": SIBLINGS}
+    assert total.siblings == len(expected(1)) == total.trained + total.filtered.total() + SIBLINGS
+    lost = {row["group_id"] for table in found for row in table.to_pylist() if row["outcome"] == "failed"}
+    assert lost == {"t5/0/1"}
+
+
+def test_a_killed_generator_costs_no_rows(pool_of, tmp_path):
+    pool = pool_of(KillsOnce)
+    (tmp_path / "done").touch()
+    made = trunks(pool, 4)
+    (tmp_path / "done").unlink()
+    assert sorted(row["sample_id"] for row in rows(stage(pool, made, 0, retries=2))) == expected(0)
+    assert (tmp_path / "done").exists()
+    found = status(pool)
+    assert sorted((entry["state"], entry["leases"]) for entry in found.values()) == [("gone", 0), ("serving", 0)]
+    assert "ActorDiedError" in next(entry["reason"] for entry in found.values() if entry["state"] == "gone")
+
+
+def test_when_every_generator_is_gone_the_caller_learns_it(pool_of):
+    pool = pool_of(KillsAlways)
+    with pytest.raises(NoGenerators, match="every generator is gone: rtpo-generator-0: ActorDiedError"), root_cause():
+        trunks(pool, 1, retries=5, seconds=60)
+    assert {entry["state"] for entry in status(pool).values()} == {"gone"}
+
+
+@pytest.mark.parametrize(("overlong", "failed", "ends"), [
+    ("drop", {}, {"overlong": 11}),
+    ("error", {"ValueError: the first context leaves no room for a response in generators.max_model_len (5); "
+               "raise it, or set sampling.overlong=drop to count and skip such tasks": 11}, {"failed": 11}),
+])
+def test_overlong_tasks(pool_of, overlong, failed, ends):
+    pool = pool_of(count=1, overlong=overlong, max_model_len=5)
+    totals = count_rollouts(trunks(pool, 2, retries=0), 60)
+    assert (dict(totals.failed), dict(totals.ends)) == (failed, ends)
