@@ -122,7 +122,7 @@ class GeneratorPool:
         self._account()
         return Lease(member.name, member.generator)
 
-    async def release(self, name: str, rows: int) -> None:
+    async def release(self, name: str) -> None:
         """A lease of `name` ended well."""
         self._members[name].leases = max(0, self._members[name].leases - 1)
         self._account()

@@ -106,7 +106,7 @@ def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty:
                 break
             avoid = (*avoid, lease.member)
             continue
-        ray.get(collection.pool.release.remote(lease.member, len(rows)), timeout=30)
+        ray.get(collection.pool.release.remote(lease.member), timeout=30)
         failed = _failed_rows(table)
         if attempt == collection.retries or not any(failed):
             done.append(table)

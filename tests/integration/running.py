@@ -2,6 +2,7 @@
 
 import time
 
+import psutil
 import ray
 
 from rtpo_ray.config import load_config
@@ -41,3 +42,19 @@ def end_actors():
         except ValueError:  # it has ended meanwhile
             continue
     wait_until(lambda: not ray.util.list_named_actors(), 30, f"the end of {ray.util.list_named_actors()}")
+
+
+def alive(process):
+    """Whether a psutil process still runs; one that only waits to be reaped does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for_end(processes, seconds):
+    """Those that still run after `seconds`."""
+    until = time.monotonic() + seconds
+    while (left := [process for process in processes if alive(process)]) and time.monotonic() < until:
+        time.sleep(0.1)
+    return left

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from aim import Repo
 from omegaconf import OmegaConf
+from running import alive, wait_for_end
 from transformers import AutoModelForCausalLM
 
 from rtpo_ray.config import load_config
@@ -76,7 +77,7 @@ class Command:
             left = self.family()
             self.process.kill()
             for one in left:
-                if one.is_running():
+                if alive(one):
                     one.kill()
         self.process.wait(30)
 
@@ -138,7 +139,7 @@ def test_ctrl_c_ends_the_run_cleanly(start, tmp_path):
     asked = time.monotonic()
     assert training.finish(60) == 130, training.text
     assert f"interrupted: {tmp_path / 'stopped'} holds the metrics so far" in training.text and "Traceback" not in training.text
-    _, left = psutil.wait_procs(family, 30)
+    left = wait_for_end(family, 30)
     assert left == [], f"{time.monotonic() - asked:.0f} s after Ctrl-C: {left}"
 
     rows = events(tmp_path / "stopped")

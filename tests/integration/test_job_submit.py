@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from running import SMALL, wait_until
+from running import SMALL, wait_for_end, wait_until
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
@@ -62,8 +62,7 @@ def dashboard(tmp_path_factory):
         family = psutil.Process(head.pid).children(recursive=True) if head.poll() is None else []
         head.terminate()
         head.wait(60)
-        _, left = psutil.wait_procs(family, 30)
-        for one in left:
+        for one in wait_for_end(family, 30):
             one.kill()
         shutil.rmtree(scratch, ignore_errors=True)
 

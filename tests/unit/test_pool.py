@@ -119,7 +119,7 @@ def test_the_least_loaded_is_leased_and_the_avoided_only_when_there_is_no_other(
         pool = await serving(2)
         taken = [(await pool.lease(0, (), 1)).member for _ in range(4)]
         assert taken == [name(0), name(1), name(0), name(1)]
-        await pool.release(name(1), 8)
+        await pool.release(name(1))
         assert (await pool.lease(0, (), 1)).member == name(1)
         assert (await pool.lease(0, (name(0),), 1)).member == name(1)
         assert [one["leases"] for one in (await pool.status()).values()] == [2, 3]
@@ -135,7 +135,7 @@ def test_a_reported_member_is_gone_for_good_and_replaced_at_the_next_fill(killed
         await pool.lease(0, (), 1)
         await pool.report(name(0), "died")
         await pool.report(name(0), "died again")
-        await pool.release(name(0), 3)  # its lease ends late
+        await pool.release(name(0))  # its lease ends late
         await pool.serve(name(0), 0)  # and so does its push
         assert (await pool.status())[name(0)] == {"state": "gone", "version": 0, "leases": 0, "reason": "died"}
         assert [lease.member for lease in await pool.members()] == [name(1)]
@@ -190,11 +190,11 @@ def test_busy_seconds_are_those_with_a_lease_out(killed, clock):
         clock.seconds += 2
         await pool.lease(0, (), 1)  # overlaps: the union counts, not the sum
         clock.seconds += 3
-        await pool.release(name(0), 1)
+        await pool.release(name(0))
         clock.seconds += 1
         assert await pool.take_busy_seconds() == 6.0
         clock.seconds += 4
-        await pool.release(name(1), 1)
+        await pool.release(name(1))
         clock.seconds += 100
         assert await pool.take_busy_seconds() == 4.0
         assert await pool.take_busy_seconds() == 0.0
