@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +68,7 @@ class WeightPublisher:
         self._gang, self._pool, self._config = gang, pool, config
         self._temperature, self._device, self._probe_context = temperature, device, list(probe_context)
         self._connected: tuple[str, ...] = ()  # members of the present group
-        self._groups = 0
+        self._series, self._groups = uuid.uuid4().hex[:6], 0  # names of groups are never used twice, not even by two publishers of one gang
 
     def publish(self, version: int) -> Published:
         """Bring every generator to the learner's weights as `version`. Raises WeightSyncError when none can be brought there."""
@@ -118,7 +119,7 @@ class WeightPublisher:
     def _connect(self, members: dict[str, Any]) -> dict[str, Failure]:
         """A new group of the sender and `members`; failure by member that did not join."""
         self._groups += 1
-        name, world_size = f"weights-{self._groups}", len(members) + 1
+        name, world_size = f"weights-{self._series}-{self._groups}", len(members) + 1
         _, failed = self._collect({member: generator.ready.remote() for member, generator in members.items()})
         if failed:
             return failed  # the dead are known before anyone waits for them
@@ -128,7 +129,7 @@ class WeightPublisher:
                 name, index + 1, world_size, host, port, self._device, self._config.timeout, self._config.bucket_mb << 20)
             for index, (member, generator) in enumerate(members.items())}
         sender = self._gang.ranks[0].join_channel.remote(name, world_size)
-        _, failed = self._collect(joining)
+        _, failed = self._collect(joining, waits=3)  # for the store, for all ranks and for their connections
         if not failed:
             self._ask(sender)
             self._connected = tuple(members)
@@ -149,14 +150,15 @@ class WeightPublisher:
                                        f"{self._config.probe_tolerance:g}): it samples from other weights", guilty=True)
         return worst, failed
 
-    def _collect(self, refs: dict[str, ray.ObjectRef]) -> tuple[dict[str, Any], dict[str, Failure]]:
-        """Answers, and the failures of those that raised or overran the deadline."""
-        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=1.5 * self._config.timeout)
+    def _collect(self, refs: dict[str, ray.ObjectRef], waits: int = 1) -> tuple[dict[str, Any], dict[str, Failure]]:
+        """Answers, and the failures of those that raised or overran the deadline. `waits`: how often each may wait for its own timeout."""
+        deadline = (waits + 0.5) * self._config.timeout
+        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=deadline)
         answers: dict[str, Any] = {}
         failed: dict[str, Failure] = {}
         for name, ref in refs.items():
             if ref not in ready:
-                failed[name] = Failure(f"no answer within {1.5 * self._config.timeout:g} s", guilty=True)
+                failed[name] = Failure(f"no answer within {deadline:g} s", guilty=True)
                 continue
             try:
                 answers[name] = ray.get(ref)

@@ -51,11 +51,13 @@ class Environment:
             `restore` plays them again.
         instant: declare True when a step takes well under a millisecond and waits for nothing; it then runs between two steps of the
             engine. Otherwise it runs in a thread, with the deadline environment.step_timeout.
+        constant: names of attributes that follow from the seed and never change; the state hash, taken every turn, leaves them out.
         system: text of the system message; empty for none.
     """
 
     replay: bool = False
     instant: bool = False
+    constant: tuple[str, ...] = ()
     system: str = ""
 
     def __init__(self) -> None:
@@ -91,7 +93,8 @@ class Environment:
 
     def state_hash(self) -> str:
         """Hash of the whole state; equal states give equal hashes in every process."""
-        return hashlib.blake2b(_canonical(self.__dict__).encode(), digest_size=8).hexdigest()
+        state = {name: value for name, value in vars(self).items() if name not in self.constant}
+        return hashlib.blake2b(_canonical(state).encode(), digest_size=8).hexdigest()
 
 
 def tool(method: Callable[..., str]) -> Callable[..., str]:
@@ -164,6 +167,8 @@ def _drop_return(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _canonical(value: Any) -> str:
     """A text that is equal for equal states, whatever the order of insertion or the identity of objects."""
+    if value is None or type(value) in (str, int, float, bool, bytes):
+        return repr(value)
     if isinstance(value, dict):
         return "{" + ",".join(sorted(f"{_canonical(k)}:{_canonical(v)}" for k, v in value.items())) + "}"
     if isinstance(value, (list, tuple)):
@@ -172,8 +177,6 @@ def _canonical(value: Any) -> str:
         return "<" + ",".join(sorted(map(_canonical, value))) + ">"
     if isinstance(value, random.Random):
         return repr(value.getstate())
-    if value is None or isinstance(value, (str, int, float, bool, bytes)):
-        return repr(value)
     if hasattr(value, "__dict__"):
         return type(value).__qualname__ + _canonical(vars(value))
     return hashlib.blake2b(pickle.dumps(value), digest_size=8).hexdigest()

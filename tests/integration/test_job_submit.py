@@ -62,7 +62,7 @@ def dashboard(tmp_path_factory):
         family = psutil.Process(head.pid).children(recursive=True) if head.poll() is None else []
         head.terminate()
         head.wait(60)
-        for one in wait_for_end(family, 30):
+        for one in wait_for_end(family, 5):  # Ray leaves a helper behind now and then
             one.kill()
         shutil.rmtree(scratch, ignore_errors=True)
 
