@@ -90,7 +90,7 @@ def test_wrong_types_name_field_value_and_type(override, parts):
     (["run.name=.hidden"], ["run.name is '.hidden'", "plain folder name"]),
     (["environment.args.hops=3", "environment.max_turns=3"], ["'hops': 3", "3 hops need 4 turns", "environment.max_turns is 3"]),
     (["environment.args.hops=0"], ["hops is 0", "at least 1"]),
-    (["environment.args.entities=51"], ["entities is 51", "2 to 50"]),
+    (["environment.args.entities=27"], ["entities is 27", "2 to 26"]),
     (["environment.args.relations=5"], ["relations is 5", "1 to 4"]),
     (["sampling.max_response_tokens=512"], ["sampling.max_response_tokens is 512", "generators.max_model_len (512)"]),
     (["learner.micro_batch_tokens=511"], ["learner.micro_batch_tokens is 511", "generators.max_model_len (512)"]),
