@@ -174,5 +174,8 @@ def probe_context(config: Config, model_path: str) -> list[int]:
 
 
 def quiet_ray_data() -> None:
-    """No progress bars: a run has four executions a sweep. (Its log level is set where the actor is spawned.)"""
-    ray.data.DataContext.get_current().enable_progress_bars = False
+    """No progress bars: a run has four executions a sweep. (Its log level is set where the actor is spawned.) And a step's own
+    error instead of "UDF failed": that wrapper loses its cause on the way to the driver."""
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.raise_original_map_exception = True

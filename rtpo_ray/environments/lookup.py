@@ -82,8 +82,8 @@ class Lookup(ToolEnvironment):
         return Step(reward=float(text == self.gold), terminated=True)
 
     def demonstrate(self, rng: random.Random, noise: float) -> str:
-        """The right next action, or with probability `noise` a wrong one: mostly the other end of the chain is read first ("boss of the
-        friend" starts with boss), sometimes the entity is wrong or the answer comes too early."""
+        """The right next action, or with probability `noise` a wrong one: the other end of the chain is read first ("boss of the friend"
+        starts with boss), the entity is wrong, or the answer comes too early."""
         wrong = rng.random() < noise
         done = len(self.seen)
         if done >= self.hops:
@@ -91,7 +91,7 @@ class Lookup(ToolEnvironment):
         entity = self.seen[-1] if self.seen else self.start
         relation = self.path[done]
         if wrong:
-            (kind,) = rng.choices(("order", "entity", "answer"), weights=(7, 2, 1))
+            (kind,) = rng.choices(("order", "entity", "answer"), weights=(4, 4, 2))
             if kind == "answer":
                 return rng.choice(list(self.facts))
             entity = rng.choice(list(self.facts)) if kind == "entity" else entity
