@@ -10,20 +10,14 @@ from typing import Any
 
 import ray
 import ray.data
-from transformers import AutoTokenizer
 
 from actors.coordinator import Coordinator
 from actors.evaluator import Evaluator, Event
-from actors.gang import LearnerGang, thread_variables
-from actors.generator import Generator
-from actors.pool import GeneratorPool
+from actors.gang import LearnerGang
 from actors.publisher import AsLoaded, WeightPublisher
-from rtpo_ray import algorithms, environments
+from actors.spawn import spawn_pool
+from rtpo_ray import algorithms
 from rtpo_ray.config import DATA_CPUS, Config
-from rtpo_ray.engines.base import Engine
-from rtpo_ray.engines.vllm import VllmEngine
-from rtpo_ray.episodes.contexts import BUILDERS, ChatTemplate
-from rtpo_ray.episodes.episode import EpisodeSettings
 from rtpo_ray.errors import ConfigError
 
 # A machine with few cores keeps few idle workers, and starting one costs as much as a stage of the tiny model.
@@ -99,12 +93,13 @@ class CoordinatorActor(Coordinator):
     def __init__(self, config: Config, model_path: str) -> None:
         quiet_ray_data()
         algorithm = algorithms.build(config.algorithm)
-        pool, filling = _spawn_pool(config, model_path)
+        pool, filling = spawn_pool(config, model_path)
         gang = LearnerGang(config, model_path, algorithm.objective)  # loads while the engines start
         ray.get(filling, timeout=config.cluster.start_timeout + 60)
+        example = ray.get(pool.members.remote(), timeout=30)[0].generator
         publisher = WeightPublisher(
             gang, pool, config.weights, temperature=config.sampling.temperature, device="cuda" if config.generators.gpus else "cpu",
-            probe_context=probe_context(config, model_path))
+            probe_context=ray.get(example.example_context.remote(), timeout=config.cluster.start_timeout))
         super().__init__(config=config, algorithm=algorithm, pool=pool, gang=gang, publisher=publisher)
 
 
@@ -113,64 +108,11 @@ class EvaluatorActor(Evaluator):
 
     def __init__(self, config: Config, model_path: str) -> None:
         quiet_ray_data()
-        pool, _ = _spawn_pool(config, model_path)
+        pool, _ = spawn_pool(config, model_path)
         super().__init__(config=config, pool=pool, publisher=AsLoaded(pool))
 
     def event(self) -> Event:
         return next(self.evaluate(0))
-
-
-def _spawn_pool(config: Config, model_path: str) -> tuple[Any, ray.ObjectRef]:
-    """The pool, and a reference that is ready when its generators are."""
-    pool = ray.remote(GeneratorPool).options(name="rtpo-generator-pool", num_cpus=0, max_concurrency=1000).remote(
-        _GeneratorSpawner(config, model_path), config.generators.count, config.cluster.start_timeout)
-    return pool, pool.fill.remote(0)
-
-
-class _GeneratorSpawner:
-    """Makes generator actors by name; pickled into the pool."""
-
-    def __init__(self, config: Config, model_path: str) -> None:
-        self._config, self._model_path = config, model_path
-
-    def __call__(self, name: str) -> Any:
-        generators = self._config.generators
-        return ray.remote(GeneratorActor).options(
-            name=name, num_cpus=generators.cpus, num_gpus=generators.gpus, max_restarts=0, max_concurrency=1000,
-            runtime_env={"env_vars": thread_variables(generators.threads)}).remote(name, self._config, self._model_path)
-
-
-class GeneratorActor(Generator):
-    """A generator on a vLLM engine."""
-
-    def __init__(self, name: str, config: Config, model_path: str) -> None:
-        generators = config.generators
-
-        def make_engine() -> Engine:
-            return VllmEngine(
-                model_path, dtype=config.model.dtype, max_model_len=generators.max_model_len, max_num_seqs=generators.max_num_seqs,
-                kv_cache_mb=generators.kv_cache_mb, gpu_memory_utilization=generators.gpu_memory_utilization, threads=generators.threads)
-
-        super().__init__(
-            name=name, make_engine=make_engine, make_environment=lambda: environments.build(config.environment),
-            template=ChatTemplate(AutoTokenizer.from_pretrained(model_path)), settings=episode_settings(config),
-            overlong=config.sampling.overlong, concurrency=4 * generators.max_num_seqs)
-
-
-def episode_settings(config: Config) -> EpisodeSettings:
-    return EpisodeSettings(
-        max_turns=config.environment.max_turns, context=config.environment.context, max_response_tokens=config.sampling.max_response_tokens,
-        max_model_len=config.generators.max_model_len, step_timeout=config.environment.step_timeout)
-
-
-def probe_context(config: Config, model_path: str) -> list[int]:
-    """The first context of some task, as far as the engine can hold it."""
-    template = ChatTemplate(AutoTokenizer.from_pretrained(model_path))
-    environment = environments.build(config.environment)
-    builder = BUILDERS[config.environment.context](template)
-    first = environment.reset(0)
-    builder.start(environment.system, environment.tools(), first)
-    return builder.context()[-(config.generators.max_model_len - config.weights.probe_tokens):]
 
 
 def quiet_ray_data() -> None:

@@ -30,8 +30,7 @@ from pipelines.counts import StageCounts
 from rtpo_ray.algorithms.base import Algorithm, Stage
 from rtpo_ray.config import Config
 from rtpo_ray.errors import ConservationError, WeightSyncError
-from rtpo_ray.policy.learner import UpdateResult
-from rtpo_ray.types import derive_seed
+from rtpo_ray.types import UpdateResult, derive_seed
 
 
 class Coordinator(Evaluator):

@@ -14,7 +14,7 @@ from actors.learner import LearnerRank
 from pipelines.counts import StageCounts
 from rtpo_ray.algorithms.base import ClippedSurrogate
 from rtpo_ray.config import Config
-from rtpo_ray.policy.learner import UpdateResult
+from rtpo_ray.types import UpdateResult
 
 
 class LearnerGang:

@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -21,8 +21,10 @@ from rtpo_ray.engines.base import Engine
 from rtpo_ray.environments.base import Environment
 from rtpo_ray.episodes.contexts import ChatTemplate
 from rtpo_ray.episodes.episode import Episode, EpisodeSettings
-from rtpo_ray.types import Boundary, Completion, Group, Rollout, Sampling, derive_seed, failed_rollout
-from rtpo_ray.weights.channel import WeightChannel
+from rtpo_ray.types import Boundary, Completion, Group, Rollout, Sampling, Task, derive_seed, failed_rollout
+
+if TYPE_CHECKING:
+    from rtpo_ray.weights.channel import WeightChannel
 
 
 class Generator:
@@ -68,6 +70,8 @@ class Generator:
 
     async def join_channel(self, name: str, rank: int, world_size: int, host: str, port: int, device: str, timeout: float, bucket_bytes: int) -> None:
         """Become receiver `rank` of the weight channel `name`; returns when every rank is there."""
+        from rtpo_ray.weights.channel import WeightChannel  # imports torch, which a process that only holds a handle does not need
+
         def join() -> None:
             if self._channel is not None:
                 self._channel.close()
@@ -82,6 +86,12 @@ class Generator:
         """A short sample whose log-probabilities the learner scores again."""
         sampling = Sampling(temperature=temperature, max_tokens=max_tokens, stop_token_ids=(), seed=seed)
         return await self._run(self._engine.generate(context_ids, sampling))
+
+    async def example_context(self) -> list[int]:
+        """The first context of some task, as far as the engine can hold it: what probes start from."""
+        episode = Episode(self._make_environment, self._template, self._settings)
+        await self._run(episode.off_loop("reset", episode.reset, Task(task_id="example", seed=0)))
+        return episode.context()[-(self._settings.max_model_len // 2):]
 
     def _receive(self) -> tuple[int, str, float]:
         started = time.perf_counter()

@@ -1,22 +1,29 @@
-"""One rank of the learner gang: the plain `Learner` behind an actor, plus the sending end of the weight channel."""
+"""One rank of the learner gang: the plain `Learner` behind an actor, plus the sending end of the weight channel.
+
+torch is imported where it is used: whoever merely holds a handle of this actor imports this module too.
+"""
 
 from __future__ import annotations
 
 import socket
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import ray
-import torch.distributed as dist
 
 from pipelines.counts import StageCounts, count_stage
 from pipelines.credit import samples_to_train
 from rtpo_ray.algorithms.base import ClippedSurrogate
 from rtpo_ray.config import LearnerConfig, WeightsConfig
-from rtpo_ray.policy.learner import Learner, UpdateResult, init_distributed
-from rtpo_ray.types import Sample
-from rtpo_ray.weights.channel import WeightChannel, open_store
+from rtpo_ray.types import Sample, UpdateResult
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from rtpo_ray.policy.learner import Learner
+    from rtpo_ray.weights.channel import WeightChannel
 
 
 class LearnerRank:
@@ -45,6 +52,8 @@ class LearnerRank:
 
     def setup(self, init_method: str) -> int:
         """Join the gang and load this rank's shard of the model; returns the rank."""
+        from rtpo_ray.policy.learner import Learner, init_distributed
+
         init_distributed(self._rank, self._world_size, init_method, self._device, self._config.timeout)
         self._learner = Learner(
             self._model_path, self._config, dtype=self._dtype, clip_low=self._objective.clip_low, clip_high=self._objective.clip_high,
@@ -67,6 +76,8 @@ class LearnerRank:
 
     def open_channel(self) -> tuple[str, int]:
         """Rank 0: where receivers find the store of the weight channels."""
+        from rtpo_ray.weights.channel import open_store
+
         host = ray.util.get_node_ip_address()
         if self._store is None:
             self._store = open_store(host, 0, self._weights.timeout)
@@ -74,6 +85,8 @@ class LearnerRank:
 
     def join_channel(self, name: str, world_size: int) -> None:
         """Rank 0: become the sender of a new channel; returns when every receiver is there."""
+        from rtpo_ray.weights.channel import WeightChannel
+
         if self._channel is not None:
             self._channel.close()
         host, port = self.open_channel()

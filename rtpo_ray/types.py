@@ -157,3 +157,21 @@ class Sample:
     def __post_init__(self) -> None:
         if len(self.response_ids) != len(self.engine_logprobs) or not len(self.response_ids):
             raise ValueError(f"sample {self.sample_id}: {len(self.response_ids)} response tokens, {len(self.engine_logprobs)} log-probabilities")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """What one update did, over all ranks and equal on all of them. "Gap" is learner minus engine log-probability of a token,
+    before the first optimizer step."""
+
+    loss: float  # mean over the optimizer steps of -J_k
+    grad_norm: float  # mean over the optimizer steps, before clipping
+    logprob_gap_mean: float  # mean |gap|
+    logprob_gap_max: float  # max |gap|
+    ratio_geomean: float  # exp(mean gap); 1 when engine and learner agree
+    k3: float  # estimate of KL(engine || learner) per token
+    clip_fraction: float  # share of token uses whose gradient the clip removed
+    tokens: int  # response tokens of the samples, each counted once
+    learner_tokens: int  # positions of the forward and backward passes, padding and repeated epochs included
+    optimizer_steps: int  # that were taken
+    refused: str  # "" or why a step was refused: "samples a, b" or "gradient norm"

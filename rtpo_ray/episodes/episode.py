@@ -48,6 +48,10 @@ class Episode:
         first = self._environment.reset(task.seed)
         self._builder.start(self._environment.system, self._environment.tools(), first)
 
+    def context(self) -> list[int]:
+        """c_k, the token ids that the model sees next."""
+        return self._builder.context()
+
     def boundary(self) -> Boundary:
         """S_k, to be restored anywhere in the cluster."""
         environment = (self._seed, self._texts) if self._environment.replay else self._environment.snapshot()

@@ -15,7 +15,6 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from rtpo_ray.errors import ContextMismatch, NonFiniteUpdate, RtpoError
 from rtpo_ray.objectives import clipped_surrogate, clipped_token_losses, k3
 from rtpo_ray.policy import modeling
 from rtpo_ray.policy.batching import MicroBatch, assign_steps, check_samples, check_unique, collate, dummy, plan_micro_batches
-from rtpo_ray.types import Sample, context_hash
+from rtpo_ray.types import Sample, UpdateResult, context_hash
 from rtpo_ray.weights.channel import TensorSpec
 
 if TYPE_CHECKING:
@@ -39,24 +38,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SUMS = ("tokens", "gap", "absolute_gap", "k3", "loss", "clipped_tokens", "ratio_tokens", "positions")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateResult:
-    """What one update did, over all ranks and equal on all of them. "Gap" is learner minus engine log-probability of a token,
-    before the first optimizer step."""
-
-    loss: float  # mean over the optimizer steps of -J_k
-    grad_norm: float  # mean over the optimizer steps, before clipping
-    logprob_gap_mean: float  # mean |gap|
-    logprob_gap_max: float  # max |gap|
-    ratio_geomean: float  # exp(mean gap); 1 when engine and learner agree
-    k3: float  # estimate of KL(engine || learner) per token
-    clip_fraction: float  # share of token uses whose gradient the clip removed
-    tokens: int  # response tokens of the samples, each counted once
-    learner_tokens: int  # positions of the forward and backward passes, padding and repeated epochs included
-    optimizer_steps: int  # that were taken
-    refused: str  # "" or why a step was refused: "samples a, b" or "gradient norm"
 
 
 def init_distributed(rank: int, world_size: int, init_method: str, device: torch.device | str, timeout_seconds: float) -> None:

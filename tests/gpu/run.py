@@ -27,8 +27,8 @@ import torch.distributed as dist  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from rtpo_ray.policy import modeling  # noqa: E402
-from rtpo_ray.policy.learner import Learner, UpdateResult, init_distributed  # noqa: E402
-from rtpo_ray.types import Sample, context_hash  # noqa: E402
+from rtpo_ray.policy.learner import Learner, init_distributed  # noqa: E402
+from rtpo_ray.types import Sample, UpdateResult, context_hash  # noqa: E402
 from rtpo_ray.weights.channel import WeightChannel, WeightsHash, open_store  # noqa: E402
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, by a part of the device's name

@@ -88,8 +88,8 @@ class Player(Generator):
     """A generator that repeats words; wrong at every third seed, so groups are unequal."""
 
     def __init__(self, name, world, overlong="error", **changes):
-        super().__init__(name=name, make_engine=lambda: parrot_engine(wrong=lambda seed: seed % 3 == 0), make_environment=world, template=chat("chatml"),
-                         settings=settings(step_timeout=90.0, **changes), overlong=overlong, concurrency=100)
+        super().__init__(name=name, make_engine=lambda: parrot_engine(wrong=lambda seed: seed % 3 == 0), make_environment=world,
+                         template=chat("chatml"), settings=settings(step_timeout=90.0, **changes), overlong=overlong, concurrency=100)
 
 
 class Spawn:

@@ -91,10 +91,12 @@ def events(folder):
 
 def aim_run(root):
     """The one Aim run under `root`: (run, {(metric, context as JSON): values}). Aim's index is behind until its UI runs, or this."""
-    subprocess.run([Path(sys.executable).parent / "aim", "storage", "--repo", str(root), "reindex", "-y"], check=True, capture_output=True, timeout=60)
+    aim = Path(sys.executable).parent / "aim"
+    subprocess.run([aim, "storage", "--repo", str(root), "reindex", "-y"], check=True, capture_output=True, timeout=60)
     repo = Repo.from_path(str(root))
     (found,) = repo.iter_runs()
-    return found, {(metric.name, json.dumps(metric.context.to_dict(), sort_keys=True)): list(metric.values.sparse_list()[1]) for metric in found.metrics()}
+    return found, {(metric.name, json.dumps(metric.context.to_dict(), sort_keys=True)): list(metric.values.sparse_list()[1])
+                   for metric in found.metrics()}
 
 
 def test_train_then_evaluate(start, tmp_path):

@@ -24,8 +24,8 @@ def random_model(tmp_path_factory):
 
 
 def configured(ranks):
-    return load_config(None, ["cluster.local_cpus=4", f"learner.ranks={ranks}", "learner.cpus=0.5", "learner.lr=1e-2", "learner.micro_batch_tokens=512",
-                              "learner.timeout=60", "weights.timeout=8", "weights.bucket_mb=1"])
+    return load_config(None, ["cluster.local_cpus=4", f"learner.ranks={ranks}", "learner.cpus=0.5", "learner.lr=1e-2",
+                              "learner.micro_batch_tokens=512", "learner.timeout=60", "weights.timeout=8", "weights.bucket_mb=1"])
 
 
 def open_gang(ranks, path):

@@ -71,7 +71,8 @@ def dashboard(tmp_path_factory):
 def clean_copy(tmp_path_factory):
     """The project's files as a fresh clone of the working tree would have them."""
     target = tmp_path_factory.mktemp("clean")
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)

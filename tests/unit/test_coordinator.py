@@ -11,7 +11,7 @@ from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Stage
 from rtpo_ray.config import Config
 from rtpo_ray.errors import ConservationError, WeightSyncError
-from rtpo_ray.policy.learner import UpdateResult
+from rtpo_ray.types import UpdateResult
 
 STAGE = Stage(turn=1, n_siblings=4)
 

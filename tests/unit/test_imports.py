@@ -61,3 +61,11 @@ for names, heavy in (({light!r}, ("ray", "torch", "vllm", "transformers", "pyarr
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_whoever_holds_a_handle_of_an_actor_loads_nothing_heavy():
+    """Ray imports an actor's module in every process that gets a handle of it, sampling tasks included."""
+    script = ("import sys, actors.cluster, actors.spawn, actors.learner, pipelines.collect\n"
+              "loaded = [module for module in ('torch', 'vllm', 'transformers') if module in sys.modules]\nassert not loaded, loaded")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,66 @@
+"""Generators and their pool as they are spawned from a configuration.
+
+Ray imports an actor's module in every process that holds a handle of it, so this one imports torch, transformers and vllm only
+inside the generator's own process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from actors.gang import thread_variables
+from actors.generator import Generator
+from actors.pool import GeneratorPool
+from rtpo_ray import environments
+from rtpo_ray.config import Config
+from rtpo_ray.engines.base import Engine
+from rtpo_ray.engines.vllm import VllmEngine
+from rtpo_ray.episodes.contexts import ChatTemplate
+from rtpo_ray.episodes.episode import EpisodeSettings
+
+
+def spawn_pool(config: Config, model_path: str) -> tuple[Any, ray.ObjectRef]:
+    """The pool, and a reference that is ready when its generators are."""
+    pool = ray.remote(GeneratorPool).options(name="rtpo-generator-pool", num_cpus=0, max_concurrency=1000).remote(
+        GeneratorSpawner(config, model_path), config.generators.count, config.cluster.start_timeout)
+    return pool, pool.fill.remote(0)
+
+
+class GeneratorSpawner:
+    """Makes generator actors by name; pickled into the pool."""
+
+    def __init__(self, config: Config, model_path: str) -> None:
+        self._config, self._model_path = config, model_path
+
+    def __call__(self, name: str) -> Any:
+        generators = self._config.generators
+        return ray.remote(GeneratorActor).options(
+            name=name, num_cpus=generators.cpus, num_gpus=generators.gpus, max_restarts=0, max_concurrency=1000,
+            runtime_env={"env_vars": thread_variables(generators.threads)}).remote(name, self._config, self._model_path)
+
+
+class GeneratorActor(Generator):
+    """A generator on a vLLM engine."""
+
+    def __init__(self, name: str, config: Config, model_path: str) -> None:
+        from transformers import AutoTokenizer
+
+        generators = config.generators
+
+        def make_engine() -> Engine:
+            return VllmEngine(
+                model_path, dtype=config.model.dtype, max_model_len=generators.max_model_len, max_num_seqs=generators.max_num_seqs,
+                kv_cache_mb=generators.kv_cache_mb, gpu_memory_utilization=generators.gpu_memory_utilization, threads=generators.threads)
+
+        super().__init__(
+            name=name, make_engine=make_engine, make_environment=lambda: environments.build(config.environment),
+            template=ChatTemplate(AutoTokenizer.from_pretrained(model_path)), settings=episode_settings(config),
+            overlong=config.sampling.overlong, concurrency=4 * generators.max_num_seqs)
+
+
+def episode_settings(config: Config) -> EpisodeSettings:
+    return EpisodeSettings(
+        max_turns=config.environment.max_turns, context=config.environment.context, max_response_tokens=config.sampling.max_response_tokens,
+        max_model_len=config.generators.max_model_len, step_timeout=config.environment.step_timeout)
