@@ -72,7 +72,7 @@ class Coordinator(Evaluator):
                 yield event
         yield {"kind": "sweep", "sweep": sweep, "tasks": len(batch), "trunk_success": rate(counts.successes, counts.episodes),
                "trunk_turns_mean": rate(counts.turns, counts.episodes), "trunk_ends": dict(counts.ends), "failed": dict(counts.failed),
-               "generated_tokens": counts.generated_tokens, "weight_version": self._version,
+               "failed_first": counts.failed_first, "generated_tokens": counts.generated_tokens, "weight_version": self._version,
                "seconds": _phases(spent, time.perf_counter() - started)}
 
     def _stage(self, sweep: int, stage: Stage, trunks: ray.data.MaterializedDataset, boundaries: int) -> Event:
@@ -111,7 +111,7 @@ def stage_event(sweep: int, stage: Stage, counts: StageCounts, update: UpdateRes
         "success": rate(counts.successes, counts.siblings), "zero_advantage_rate": rate(counts.groups - counts.informative_groups, counts.groups),
         "weight_version": max(counts.versions, default=None), "generated_tokens": counts.generated_tokens, "prompt_tokens": counts.prompt_tokens,
         "cached_prompt_tokens": counts.cached_prompt_tokens, "trained": counts.trained,
-        "filtered": dict(counts.filtered), "failed": dict(counts.failed),
+        "filtered": dict(counts.filtered), "failed": dict(counts.failed), "failed_first": counts.failed_first,
         "logprob_gap_mean": update.logprob_gap_mean if trained else None, "logprob_gap_max": update.logprob_gap_max if trained else None,
         "ratio_geomean": update.ratio_geomean if trained else None, "clip_fraction": update.clip_fraction,
         "loss": _finite(update.loss), "grad_norm": _finite(update.grad_norm), "optimizer_steps": update.optimizer_steps, "refused": update.refused,

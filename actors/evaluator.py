@@ -48,7 +48,8 @@ class Evaluator:
         yield {"kind": "eval", "sweep": done, "tasks": count, "weight_version": self._version, "success": rate(sampled.successes, sampled.episodes),
                "success_greedy": rate(greedy.successes, greedy.episodes), "turns_mean": rate(sampled.turns, sampled.episodes),
                "tool_calls_mean": rate(sampled.tool_calls, sampled.episodes), "malformed_calls": sampled.malformed_calls,
-               "failed": dict(sampled.failed + greedy.failed), "seconds": time.perf_counter() - started}
+               "failed": dict(sampled.failed + greedy.failed), "failed_first": {**greedy.failed_first, **sampled.failed_first},
+               "seconds": time.perf_counter() - started}
 
     def _episodes(self, batch: Sequence[Task], name: str, ask: Ask) -> tuple[ray.data.MaterializedDataset, EpisodeCounts, float]:
         """Whole episodes of `batch`: where they lie, what they amount to, and the seconds in which generators were busy."""

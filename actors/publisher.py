@@ -107,7 +107,9 @@ class WeightPublisher:
         answers, failed = self._collect({name: generator.receive_weights.remote() for name, generator in members.items()})
         try:
             digest = ray.get(sending, timeout=2 * self._config.timeout)[0][0]
-        except (RayError, GetTimeoutError) as error:
+        except GetTimeoutError as error:  # a sender that hangs leaves every receiver without an answer: none of them is to blame
+            raise WeightSyncError(f"the learner did not finish sending weight version {version} within {3.5 * self._config.timeout:g} s") from error
+        except RayError as error:
             if not failed:
                 raise WeightSyncError(f"the learner could not send weight version {version}: {error}") from error
             return "", failed

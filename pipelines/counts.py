@@ -22,6 +22,7 @@ class StageCounts:
     trained: int = 0
     filtered: Counter[str] = field(default_factory=Counter)  # siblings by reason
     failed: Counter[str] = field(default_factory=Counter)  # siblings by first error message
+    failed_first: dict[str, str] = field(default_factory=dict)  # the first group by error message
     generated_tokens: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
@@ -33,6 +34,8 @@ class StageCounts:
 
 
 def _join(left: Any, right: Any) -> Any:
+    if type(left) is dict:
+        return {**right, **left}
     return left | right if isinstance(left, frozenset) else left + right
 
 
@@ -51,6 +54,8 @@ def count_stage(samples: pa.Table) -> StageCounts:
             informative.add(row["group_id"])
         else:
             getattr(counts, row["outcome"])[row["reason"]] += 1
+        if row["outcome"] == "failed":
+            counts.failed_first.setdefault(row["reason"], row["group_id"])
         if row["outcome"] == "trained" or row["reason"] == "zero_advantage":
             valid.add(row["group_id"])
         counts.successes += row["return"] > 0
@@ -75,7 +80,8 @@ class EpisodeCounts:
     generated_tokens: int = 0
     boundaries: Counter[int] = field(default_factory=Counter)  # by turn
     ends: Counter[str] = field(default_factory=Counter)
-    failed: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)  # episodes by error message
+    failed_first: dict[str, str] = field(default_factory=dict)  # the first episode by error message
 
     def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
         return EpisodeCounts(**{name: _join(getattr(self, name), getattr(other, name)) for name in self.__slots__})
@@ -95,4 +101,5 @@ def count_episodes(table: pa.Table) -> EpisodeCounts:
         counts.ends[rollout.end] += 1
         if rollout.end == "failed":
             counts.failed[rollout.failure] += 1
+            counts.failed_first.setdefault(rollout.failure, rollout.rollout_id)
     return counts

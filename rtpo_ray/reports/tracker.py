@@ -58,21 +58,29 @@ class Tracker:
         spent = time.monotonic() - (self._trained_since or self._started)
         left = spent / done * (self._sweeps - done)
         return (f"sweep {done}/{self._sweeps}  trunks {_percent(event['trunk_success'])} in {event['trunk_turns_mean']:.1f} turns  "
-                f"weights v{event['weight_version']}  {self._tokens:,} tokens  {event['seconds']['total']:.1f} s  left {left / 60:.1f} min")
+                f"weights v{event['weight_version']}  {self._tokens:,} tokens  {event['seconds']['total']:.1f} s  left {left / 60:.1f} min"
+                f"{_lost(event)}")
 
 
 def _stage_line(event: Event) -> str:
     gap = "-" if event["logprob_gap_max"] is None else f"{event['logprob_gap_max']:.0e}"
-    lost = "".join(f"  {kind} {sum(event[kind].values())}" for kind in ("failed",) if event[kind])
     refused = f"  REFUSED: {event['refused']}" if event["refused"] else ""
     return (f"  turn {event['turn']}  {event['groups']} groups  {event['siblings']} siblings  success {_percent(event['success'])}  "
             f"equal {_percent(event['zero_advantage_rate'])}  gap {gap}  "
-            f"grad {event['grad_norm']:.2f}  {event['seconds']['total']:.1f} s{lost}{refused}")
+            f"grad {event['grad_norm']:.2f}  {event['seconds']['total']:.1f} s{_lost(event)}{refused}")
 
 
 def eval_line(event: Event) -> str:
     return (f"eval after {event['sweep']} sweeps: success {_percent(event['success'])} sampled, {_percent(event['success_greedy'])} greedy on "
-            f"{event['tasks']} held-out tasks, {event['tool_calls_mean']:.1f} tool calls, {event['malformed_calls']} malformed")
+            f"{event['tasks']} held-out tasks, {event['tool_calls_mean']:.1f} tool calls, {event['malformed_calls']} malformed{_lost(event)}")
+
+
+def _lost(event: Event) -> str:
+    """How many rollouts failed, and the first error with the rollout that it happened on."""
+    if not event["failed"]:
+        return ""
+    message = next(iter(event["failed"]))
+    return f"\n    FAILED {sum(event['failed'].values())}, first {event['failed_first'][message]}: {message}"
 
 
 def _percent(value: float | None) -> str:
@@ -105,7 +113,7 @@ def _to_aim(run: Any, event: Event) -> None:
 def _numbers(event: Event, prefix: str = "") -> list[tuple[str, float]]:
     found: list[tuple[str, float]] = []
     for key, value in event.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key != "failed_first":
             nested = _numbers(value, f"{prefix}{key}.")
             found += nested if key == "seconds" else [(prefix + key, sum(count for _, count in nested))]
         elif isinstance(value, (int, float)):

@@ -25,6 +25,7 @@ def test_a_stage_by_hand():
     assert counts == StageCounts(
         groups=2,  # a and b: c failed, d has no response
         informative_groups=1, siblings=9, successes=5, trained=2, filtered=Counter(zero_advantage=3, overlong=2), failed=Counter({"E: lost": 2}),
+        failed_first={"E: lost": "c"},
         generated_tokens=2 * 7, prompt_tokens=3 * 6 + 4, cached_prompt_tokens=0, versions=frozenset({0}))
 
 
@@ -61,7 +62,7 @@ def test_episodes_by_hand():
         failed("c", "E: lost")]
     assert count_episodes(rollouts_to_table(rollouts)) == EpisodeCounts(
         episodes=3, successes=1, turns=3, tool_calls=5, malformed_calls=2, generated_tokens=7, boundaries=Counter({0: 2, 1: 1}),
-        ends=Counter(terminated=1, truncated=1, failed=1), failed=Counter({"E: lost": 1}))
+        ends=Counter(terminated=1, truncated=1, failed=1), failed=Counter({"E: lost": 1}), failed_first={"E: lost": "c"})
 
 
 def test_parts_of_a_set_of_episodes_add_up():

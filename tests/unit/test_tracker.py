@@ -20,8 +20,9 @@ STAGE = {"kind": "stage", "sweep": 0, "turn": 2, "groups": 60, "siblings": 480, 
          "logprob_gap_max": 3e-6, "grad_norm": 0.1234,
          "generated_tokens": 1200, "filtered": {"zero_advantage": 8}, "failed": {}, "refused": "", "seconds": {"total": 3.26}}
 SWEEP = {"kind": "sweep", "sweep": 0, "trunk_success": 0.5, "trunk_turns_mean": 2.345, "weight_version": 3, "generated_tokens": 34,
-         "seconds": {"total": 12.0}}
-EVAL = {"kind": "eval", "sweep": 0, "tasks": 256, "success": 0.3125, "success_greedy": 0.5, "tool_calls_mean": 1.96, "malformed_calls": 4}
+         "failed": {}, "seconds": {"total": 12.0}}
+EVAL = {"kind": "eval", "sweep": 0, "tasks": 256, "success": 0.3125, "success_greedy": 0.5, "tool_calls_mean": 1.96, "malformed_calls": 4,
+        "failed": {}}
 
 
 def test_every_event_is_one_line_of_json_at_once(tmp_path):
@@ -53,8 +54,9 @@ def test_a_run_that_exists_is_refused_and_left_alone(tmp_path):
 
 @pytest.mark.parametrize(("changes", "line"), [
     ({}, "  turn 2  60 groups  480 siblings  success 12.5 %  equal 50.0 %  gap 3e-06  grad 0.12  3.3 s"),
-    ({"failed": {"EngineError: lost": 8, "KeyError: 'x'": 4}},
-     "  turn 2  60 groups  480 siblings  success 12.5 %  equal 50.0 %  gap 3e-06  grad 0.12  3.3 s  failed 12"),
+    ({"failed": {"EngineError: lost": 8, "KeyError: 'x'": 4}, "failed_first": {"EngineError: lost": "train-3/0/2/1", "KeyError: 'x'": "y"}},
+     "  turn 2  60 groups  480 siblings  success 12.5 %  equal 50.0 %  gap 3e-06  grad 0.12  3.3 s\n"
+     "    FAILED 12, first train-3/0/2/1: EngineError: lost"),
     ({"success": None, "zero_advantage_rate": None, "logprob_gap_max": None,
       "groups": 0, "siblings": 0, "grad_norm": 0.0},
      "  turn 2  0 groups  0 siblings  success -  equal -  gap -  grad 0.00  3.3 s"),
