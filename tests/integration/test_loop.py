@@ -17,7 +17,8 @@ from rtpo_ray.types import derive_seed
 
 STAGE = {"kind", "sweep", "turn", "groups", "siblings", "success", "zero_advantage_rate", "weight_version", "generated_tokens", "prompt_tokens",
          "cached_prompt_tokens", "failed", "filtered", "logprob_gap_mean", "logprob_gap_max", "ratio_geomean", "loss", "grad_norm", "seconds"}
-STAGE_TOO = {"failed_first", "trained", "clip_fraction", "optimizer_steps", "refused", "trained_tokens", "learner_tokens", "weights_hash", "probe_gap", "retired"}
+STAGE_TOO = {"failed_first", "trained", "clip_fraction", "optimizer_steps", "refused", "trained_tokens", "learner_tokens",
+             "weights_hash", "probe_gap", "retired"}
 SWEEP = {"kind", "sweep", "tasks", "trunk_success", "trunk_turns_mean", "seconds"}
 SWEEP_TOO = {"trunk_ends", "failed", "failed_first", "generated_tokens", "weight_version"}
 EVAL = {"kind", "sweep", "tasks", "success", "success_greedy", "turns_mean", "tool_calls_mean", "malformed_calls"}
