@@ -16,6 +16,7 @@ from actors.evaluator import Evaluator, Event
 from actors.gang import LearnerGang
 from actors.publisher import AsLoaded, WeightPublisher
 from actors.spawn import spawn_pool
+from actors.waiting import wait_for
 from rtpo_ray import algorithms
 from rtpo_ray.config import DATA_CPUS, Config
 from rtpo_ray.errors import ConfigError
@@ -25,8 +26,11 @@ KEEP_WORKERS = {"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold
 
 
 @contextmanager
-def connect(config: Config) -> Iterator[None]:
-    """A connection to the configured cluster, or a local one that ends with the block. Raises ConfigError when the run cannot fit."""
+def connect(config: Config, learn: bool = True) -> Iterator[None]:
+    """A connection to the configured cluster, or a local one that ends with the block. Raises ConfigError when the run cannot fit.
+
+    `learn`: whether learner ranks will be started too.
+    """
     address = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
     if address:
         ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
@@ -34,17 +38,17 @@ def connect(config: Config) -> Iterator[None]:
         ray.init(address="local", num_cpus=config.cluster.local_cpus or os.cpu_count(), include_dashboard=config.cluster.dashboard,
                  log_to_driver=True, logging_level=logging.ERROR, _system_config=KEEP_WORKERS)
     try:
-        check_placement(config, ray.cluster_resources())
+        check_placement(config, ray.cluster_resources(), learn)
         yield
     finally:
         ray.shutdown()
 
 
-def check_placement(config: Config, resources: dict[str, float]) -> None:
+def check_placement(config: Config, resources: dict[str, float], learn: bool = True) -> None:
     """Whether learner and generators fit the whole cluster. Raises ConfigError with what is missing."""
     learner, generators = config.learner, config.generators
     for kind, each_rank, each_generator, data in (("CPU", learner.cpus, generators.cpus, DATA_CPUS), ("GPU", learner.gpus, generators.gpus, 0)):
-        need, have = learner.ranks * each_rank + generators.count * each_generator + data, resources.get(kind, 0)
+        need, have = learn * learner.ranks * each_rank + generators.count * each_generator + data, resources.get(kind, 0)
         if need > have:
             raise ConfigError(f"field learner.ranks is {learner.ranks} (x {each_rank:g} {kind}) and generators.count is {generators.count} "
                               f"(x {each_generator:g} {kind}): with {data} for Ray Data, {need:g} {kind}s do not fit the cluster's {have:g}")
@@ -62,18 +66,18 @@ def evaluate(config: Config, model_path: str) -> Event:
     """One evaluation of the model as it is."""
     evaluator = _spawn_root(EvaluatorActor, "rtpo-evaluator", config, model_path)
     with root_cause():
-        event: Event = ray.get(evaluator.event.remote(), timeout=2 * config.sampling.stage_timeout + config.cluster.start_timeout)
+        event: Event = wait_for(evaluator.event.remote(), 2 * config.sampling.stage_timeout + config.cluster.start_timeout, "the evaluation")
         return event
 
 
 @contextmanager
 def root_cause() -> Iterator[None]:
-    """Raise what went wrong itself, from the chain of remote errors that carried it here."""
+    """Raise what went wrong itself, out of the remote errors that carried it here."""
     try:
         yield
     except ray.exceptions.RayError as error:
         cause: BaseException = error
-        while (inner := getattr(cause, "cause", None) or cause.__cause__) is not None and inner is not cause:
+        while isinstance(cause, ray.exceptions.RayError) and (inner := getattr(cause, "cause", None) or cause.__cause__) is not None:
             cause = inner
         if cause is error:
             raise
@@ -87,32 +91,45 @@ def _spawn_root(actor: type, name: str, config: Config, model_path: str) -> Any:
     ).remote(config, model_path)
 
 
-class CoordinatorActor(Coordinator):
-    """A coordinator with a pool, a gang and a publisher of its own."""
+class CoordinatorActor:
+    """Makes the coordinator and its collaborators when it is told to run, so that what fails then is raised to the driver as itself."""
 
     def __init__(self, config: Config, model_path: str) -> None:
-        quiet_ray_data()
-        algorithm = algorithms.build(config.algorithm)
-        pool, filling = spawn_pool(config, model_path)
-        gang = LearnerGang(config, model_path, algorithm.objective)  # loads while the engines start
-        ray.get(filling, timeout=config.cluster.start_timeout + 60)
-        example = ray.get(pool.members.remote(), timeout=30)[0].generator
-        publisher = WeightPublisher(
-            gang, pool, config.weights, temperature=config.sampling.temperature, device="cuda" if config.generators.gpus else "cpu",
-            probe_context=ray.get(example.example_context.remote(), timeout=config.cluster.start_timeout))
-        super().__init__(config=config, algorithm=algorithm, pool=pool, gang=gang, publisher=publisher)
+        self._config, self._model_path = config, model_path
+
+    def __repr__(self) -> str:
+        return f"Coordinator({self._config.algorithm.name}, {self._config.run.name})"
+
+    def run(self, folder: str) -> Iterator[Event]:
+        """The events of the whole run."""
+        yield from build_coordinator(self._config, self._model_path).run(folder)
 
 
-class EvaluatorActor(Evaluator):
-    """An evaluator with a pool of its own, whose generators keep the weights that they loaded."""
+class EvaluatorActor(CoordinatorActor):
+    """The same for an evaluation alone, by generators that keep the weights that they loaded."""
 
-    def __init__(self, config: Config, model_path: str) -> None:
-        quiet_ray_data()
-        pool, _ = spawn_pool(config, model_path)
-        super().__init__(config=config, pool=pool, publisher=AsLoaded(pool))
+    def __repr__(self) -> str:
+        return f"Evaluator({self._config.environment.name})"
 
     def event(self) -> Event:
-        return next(self.evaluate(0))
+        quiet_ray_data()
+        pool, _ = spawn_pool(self._config, self._model_path)
+        return next(Evaluator(config=self._config, pool=pool, publisher=AsLoaded(pool)).evaluate(0))
+
+
+def build_coordinator(config: Config, model_path: str) -> Coordinator:
+    """A coordinator with a pool, a gang and a publisher of its own."""
+    quiet_ray_data()
+    start = config.cluster.start_timeout
+    algorithm = algorithms.build(config.algorithm)
+    pool, filling = spawn_pool(config, model_path)
+    gang = LearnerGang(config, model_path, algorithm.objective)  # loads while the engines start
+    wait_for(filling, start + 60, "the first generators to start")
+    example = wait_for(pool.members.remote(), 30, "the generator pool's members")[0].generator
+    publisher = WeightPublisher(
+        gang, pool, config.weights, temperature=config.sampling.temperature, device="cuda" if config.generators.gpus else "cpu",
+        probe_context=wait_for(example.example_context.remote(), start, "a first context"))
+    return Coordinator(config=config, algorithm=algorithm, pool=pool, gang=gang, publisher=publisher)
 
 
 def quiet_ray_data() -> None:

@@ -73,7 +73,7 @@ class Coordinator(Evaluator):
         yield {"kind": "sweep", "sweep": sweep, "tasks": len(batch), "trunk_success": rate(counts.successes, counts.episodes),
                "trunk_turns_mean": rate(counts.turns, counts.episodes), "trunk_ends": dict(counts.ends), "failed": dict(counts.failed),
                "failed_first": counts.failed_first, "generated_tokens": counts.generated_tokens, "weight_version": self._version,
-               "seconds": _phases(spent, time.perf_counter() - started)}
+               "retired": self._retired(), "seconds": _phases(spent, time.perf_counter() - started)}
 
     def _stage(self, sweep: int, stage: Stage, trunks: ray.data.MaterializedDataset, boundaries: int) -> Event:
         """All work of one turn: collect and credit, update, publish."""
@@ -89,7 +89,7 @@ class Coordinator(Evaluator):
         published = self._publish(self._version + 1) if update.optimizer_steps else None
         done = time.perf_counter()
         spent = {"generate": self._busy(), "credit": counts.credit_seconds, "learn": learned - collected, "broadcast": done - learned}
-        return stage_event(sweep, stage, counts, update, published) | {"seconds": _phases([spent], done - started)}
+        return stage_event(sweep, stage, counts, update, published) | {"retired": self._retired(), "seconds": _phases([spent], done - started)}
 
     def _check(self, counts: StageCounts, sweep: int, stage: Stage, boundaries: int) -> None:
         """Conservation, and no stale sample."""
@@ -112,12 +112,13 @@ def stage_event(sweep: int, stage: Stage, counts: StageCounts, update: UpdateRes
         "weight_version": max(counts.versions, default=None), "generated_tokens": counts.generated_tokens, "prompt_tokens": counts.prompt_tokens,
         "cached_prompt_tokens": counts.cached_prompt_tokens, "trained": counts.trained,
         "filtered": dict(counts.filtered), "failed": dict(counts.failed), "failed_first": counts.failed_first,
-        "logprob_gap_mean": update.logprob_gap_mean if trained else None, "logprob_gap_max": update.logprob_gap_max if trained else None,
-        "ratio_geomean": update.ratio_geomean if trained else None, "clip_fraction": update.clip_fraction,
+        "logprob_gap_mean": _finite(update.logprob_gap_mean) if trained else None,
+        "logprob_gap_max": _finite(update.logprob_gap_max) if trained else None,
+        "ratio_geomean": _finite(update.ratio_geomean) if trained else None, "k3": _finite(update.k3) if trained else None,
+        "clip_fraction": update.clip_fraction,
         "loss": _finite(update.loss), "grad_norm": _finite(update.grad_norm), "optimizer_steps": update.optimizer_steps, "refused": update.refused,
         "trained_tokens": update.tokens, "learner_tokens": update.learner_tokens,
-        "weights_hash": published.hash if published else None, "probe_gap": published.probe_gap if published else None,
-        "retired": published.retired if published else {}}
+        "weights_hash": published.hash if published else None, "probe_gap": published.probe_gap if published else None}
 
 
 def _finite(value: float) -> float | None:

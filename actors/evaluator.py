@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import ray
 import ray.data
 
 from actors.publisher import AsLoaded, Published, WeightPublisher
+from actors.waiting import wait_for
 from pipelines import tasks
 from pipelines.collect import Ask, Collection, collect_episodes, count_rollouts
 from pipelines.counts import EpisodeCounts
@@ -31,7 +31,7 @@ class Evaluator:
     def __init__(self, *, config: Config, pool: Any, publisher: WeightPublisher | AsLoaded) -> None:
         self._config, self._pool, self._publisher = config, pool, publisher
         self._version = 0
-        self._blocks = config.generators.count
+        self._blocks = max(config.generators.count, config.learner.ranks)  # so that every generator and every rank gets some
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._config.algorithm.name}, {self._config.run.name})"
@@ -49,6 +49,7 @@ class Evaluator:
                "success_greedy": rate(greedy.successes, greedy.episodes), "turns_mean": rate(sampled.turns, sampled.episodes),
                "tool_calls_mean": rate(sampled.tool_calls, sampled.episodes), "malformed_calls": sampled.malformed_calls,
                "failed": dict(sampled.failed + greedy.failed), "failed_first": {**greedy.failed_first, **sampled.failed_first},
+               "retired": self._retired(),
                "seconds": time.perf_counter() - started}
 
     def _episodes(self, batch: Sequence[Task], name: str, ask: Ask) -> tuple[ray.data.MaterializedDataset, EpisodeCounts, float]:
@@ -63,7 +64,7 @@ class Evaluator:
     def _ready(self) -> None:
         """Start generators that are missing; whoever does not serve the present version is brought to it."""
         timeout = self._config.cluster.start_timeout + 60
-        if ray.get(self._pool.fill.remote(self._version), timeout=timeout):
+        if wait_for(self._pool.fill.remote(self._version), timeout, "the generator pool to have its generators ready"):
             self._publish(self._version)
 
     def _publish(self, version: int) -> Published:
@@ -80,8 +81,13 @@ class Evaluator:
         return Collection(pool=self._pool, version=self._version, retries=sampling.retries, deadline=time.time() + sampling.stage_timeout)
 
     def _busy(self) -> float:
-        busy: float = ray.get(self._pool.take_busy_seconds.remote(), timeout=30)
+        busy: float = wait_for(self._pool.take_busy_seconds.remote(), 30, "the generator pool's clock")
         return busy
+
+    def _retired(self) -> dict[str, str]:
+        """Generators taken out of service since the last event, with the reason."""
+        retired: dict[str, str] = wait_for(self._pool.take_retired.remote(), 30, "the generator pool's members")
+        return retired
 
 
 def rate(part: float, whole: float) -> float | None:

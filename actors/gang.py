@@ -11,6 +11,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.learner import LearnerRank
+from actors.waiting import wait_for
 from pipelines.counts import StageCounts
 from rtpo_ray.algorithms.base import ClippedSurrogate
 from rtpo_ray.config import Config
@@ -33,8 +34,8 @@ class LearnerGang:
             raise TimeoutError(f"placement of {learner.ranks} learner ranks ({bundle} each) not granted within cluster.start_timeout "
                                f"({config.cluster.start_timeout:g} s); the cluster has {ray.available_resources()}")
         self.ranks = [self._spawn(config, model_path, objective, rank) for rank in range(learner.ranks)]
-        where = ray.get(self.ranks[0].rendezvous.remote(), timeout=config.cluster.start_timeout)
-        ray.get([rank.setup.remote(where) for rank in self.ranks], timeout=config.cluster.start_timeout)
+        where = wait_for(self.ranks[0].rendezvous.remote(), config.cluster.start_timeout, "learner rank 0 to start")
+        wait_for([rank.setup.remote(where) for rank in self.ranks], config.cluster.start_timeout, "the learner ranks to load the model")
         self._next = itertools.cycle(self.ranks)
 
     def _spawn(self, config: Config, model_path: str, objective: ClippedSurrogate, rank: int) -> Any:
@@ -52,7 +53,7 @@ class LearnerGang:
 
     def counts(self, fed: Sequence[ray.ObjectRef]) -> StageCounts:
         """Sum of the counts of everything fed."""
-        return sum(ray.get(list(fed), timeout=self._timeout), StageCounts())
+        return sum(wait_for(list(fed), self._timeout, "the learner ranks to take a stage's samples"), StageCounts())
 
     def update(self, n_groups: int, seed: int) -> UpdateResult:
         """One update on all that was fed; the ranks agree on the result."""
@@ -68,7 +69,9 @@ class LearnerGang:
         self._all("save_checkpoint", path)
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        return ray.get([getattr(rank, method).remote(*args) for rank in self.ranks], timeout=self._timeout)
+        answers: list[Any] = wait_for(
+            [getattr(rank, method).remote(*args) for rank in self.ranks], self._timeout, f"the learner ranks to {method} (learner.timeout)")
+        return answers
 
     def close(self) -> None:
         for rank in self.ranks:

@@ -11,6 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -42,6 +43,7 @@ class Generator:
         self._settings, self._overlong, self._concurrency = settings, overlong, concurrency
         self._channel: WeightChannel | None = None
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(concurrency, "environment"))  # a step that waits for a thread would overrun its deadline
         threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
         self._engine = asyncio.run_coroutine_threadsafe(_call(make_engine), self._loop).result()
 

@@ -55,6 +55,7 @@ class GeneratorPool:
         self._born = 0
         self._busy_since: float | None = None
         self._busy = 0.0
+        self._retired: dict[str, str] = {}  # since the last take_retired
 
     def __repr__(self) -> str:
         return "GeneratorPool"
@@ -95,6 +96,7 @@ class GeneratorPool:
         member = self._members[name]
         if member.state is not Membership.GONE:
             member.state, member.reason = Membership.GONE, reason
+            self._retired[name] = reason
             ray.kill(member.generator)
         member.leases = 0
         self._account()
@@ -132,6 +134,11 @@ class GeneratorPool:
         self._account()
         busy, self._busy = self._busy, 0.0
         return busy
+
+    async def take_retired(self) -> dict[str, str]:
+        """Who was taken out of service since the last call, and why."""
+        retired, self._retired = self._retired, {}
+        return retired
 
     async def status(self) -> dict[str, dict[str, Any]]:
         """State, version, leases and reason by name."""

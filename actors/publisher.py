@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from actors.gang import LearnerGang
+from actors.waiting import wait_for
 from rtpo_ray.config import WeightsConfig
 from rtpo_ray.errors import WeightSyncError
 
@@ -49,8 +50,8 @@ class AsLoaded:
 
     def publish(self, version: int) -> Published:
         started = time.perf_counter()
-        members = [lease.member for lease in ray.get(self._pool.members.remote(), timeout=30)]
-        ray.get([self._pool.serve.remote(name, version) for name in members], timeout=30)
+        members = [lease.member for lease in wait_for(self._pool.members.remote(), 30, "the generator pool's members")]
+        wait_for([self._pool.serve.remote(name, version) for name in members], 30, "the generator pool to let them serve")
         return Published(version=version, hash="", members=tuple(members), probe_gap=0.0, seconds=time.perf_counter() - started)
 
 
@@ -171,4 +172,4 @@ class WeightPublisher:
         return answers, failed
 
     def _ask(self, ref: ray.ObjectRef) -> Any:
-        return ray.get(ref, timeout=self._config.timeout + 30)
+        return wait_for(ref, self._config.timeout + 30, "the pool or learner rank 0 while weights are published")

@@ -25,7 +25,7 @@ from pipelines.counts import EpisodeCounts, count_episodes
 from pipelines.credit import Credit, credit_groups
 from pipelines.rows import GROUPS, ROLLOUTS, groups_to_table, requests_at, rollouts_to_table
 from pipelines.tasks import dataset
-from rtpo_ray.errors import NoGenerators
+from rtpo_ray.errors import DeadlineExceeded, NoGenerators
 from rtpo_ray.types import Group, Task, failed_rollout
 
 Block: TypeAlias = "ray.ObjectRef[pa.Table]"
@@ -88,20 +88,24 @@ def _sample_boundaries(trunks: pa.Table, *, turn: int, ask: Ask, collection: Col
 def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty: pa.Table) -> pa.Table:
     """Have `method` of a leased generator sample the rows; those that fail are tried again on another generator, then returned as failed.
 
-    A generator that dies or overruns the deadline is reported to the pool, which takes it out of service. Raises NoGenerators when
-    the pool has none at the wanted version.
+    A generator that dies or overruns the deadline is reported to the pool, which takes it out of service. When the pool has none left,
+    the rows come back as failed.
     """
     done: list[pa.Table] = []
     avoid: tuple[str, ...] = ()
     for attempt in range(collection.retries + 1):
         if not len(rows):
             break
-        lease = _lease(collection, avoid)
+        try:
+            lease = _lease(collection, avoid)
+        except NoGenerators as error:  # the next stage starts new ones
+            done.append(_lost(method, rows, ask, f"NoGenerators: {str(error).strip().splitlines()[-1]}"))
+            break
         try:
             table = ray.get(getattr(lease.generator, method).remote(rows, ask), timeout=max(0.0, collection.deadline - time.time()))
         except (RayActorError, GetTimeoutError) as error:
             ray.get(collection.pool.report.remote(lease.member, f"{type(error).__name__}: {error}"), timeout=30)
-            if attempt == collection.retries:
+            if attempt == collection.retries or time.time() >= collection.deadline:
                 done.append(_lost(method, rows, ask, f"{type(error).__name__}: no generator survived it in {attempt + 1} tries, last {lease.member}"))
                 break
             avoid = (*avoid, lease.member)
@@ -122,8 +126,8 @@ def _lease(collection: Collection, avoid: tuple[str, ...]) -> Any:
     try:
         return ray.get(collection.pool.lease.remote(collection.version, avoid, patience), timeout=max(1.0, patience + 30))
     except GetTimeoutError as error:
-        raise NoGenerators(f"the pool did not answer within {patience:.0f} s when asked for a generator "
-                           f"at weight version {collection.version}") from error
+        raise DeadlineExceeded(f"the pool did not answer within {patience:.0f} s when asked for a generator "
+                               f"at weight version {collection.version}") from error
 
 
 def _lost(method: str, rows: pa.Table, ask: Ask, failure: str) -> pa.Table:

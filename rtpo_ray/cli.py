@@ -19,10 +19,11 @@ OK, FAILED, BAD_CONFIG, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code: 0, 1 failed, 2 bad configuration, 130 interrupted, 143 terminated."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: spinning threads on shared cores collapse to a crawl
+    signal.signal(signal.SIGTERM, _terminate)
     try:
-        config = load_config(args.config, args.overrides)
+        config = load_config(args.config, args.overrides, learn=args.command == "train")
         return {"train": train, "evaluate": evaluate}[args.command](config, args)
     except ConfigError as error:
         print(f"rtpo: configuration error: {error}", file=sys.stderr)
@@ -30,34 +31,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RtpoError as error:
         print(f"rtpo: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
+    except KeyboardInterrupt:
+        print("rtpo: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except _Terminated:
+        print("rtpo: terminated", file=sys.stderr)
+        return TERMINATED
 
 
 def train(config: Config, args: argparse.Namespace) -> int:
     """Train, track, and end cleanly however it ends."""
-    signal.signal(signal.SIGTERM, _terminate)
+    folder = Path(config.run.root).expanduser().resolve() / config.run.name
+    _check_folder(folder)
+    model_path = _model_path(config)
+    from actors import cluster
     from rtpo_ray.reports.tracker import Tracker
 
-    folder = Path(config.run.root).resolve() / config.run.name
-    try:
-        tracker = Tracker(config, folder, _say)
-    except FileExistsError as error:
-        raise ConfigError(f"field run.name is {config.run.name!r}: {error}") from error
-    status, code = "failed", FAILED
-    try:
-        model_path = _model_path(config)
-        from actors import cluster
-
-        with cluster.connect(config):
+    with cluster.connect(config):
+        signal.signal(signal.SIGTERM, _terminate)  # again: connecting to Ray put a handler of its own in place
+        tracker, status = Tracker(config, folder, _say), "failed"
+        try:
             for event in cluster.run_events(config, model_path, str(folder)):
                 tracker.record(event)
-        status, code = "finished", OK
-        _say(f"run finished: {folder} holds metrics.jsonl and final/, the trained model")
-    except (KeyboardInterrupt, _Terminated) as error:
-        status, code = "interrupted", TERMINATED if isinstance(error, _Terminated) else INTERRUPTED
-        _say(f"\ninterrupted: {folder} holds the metrics so far")
-    finally:
-        tracker.close(status)
-    return code
+            status = "finished"
+        except (KeyboardInterrupt, _Terminated):
+            status = "interrupted"
+            raise
+        finally:
+            tracker.close(status)
+            _say(f"run {status}: {folder} holds " + ("metrics.jsonl and final/, the trained model" if status == "finished" else "the metrics so far"))
+    return OK
+
+
+def _check_folder(folder: Path) -> None:
+    """Whether a run may be kept in `folder`. Raises ConfigError."""
+    if (folder / "metrics.jsonl").exists():
+        raise ConfigError(f"field run.name is {folder.name!r}: {folder} holds a run already; choose another name or remove the folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"field run.root is {str(folder.parent)!r}: a folder for the run cannot be made there: {error}") from error
 
 
 def evaluate(config: Config, args: argparse.Namespace) -> int:
@@ -69,13 +82,28 @@ def evaluate(config: Config, args: argparse.Namespace) -> int:
     model_path = _model_path(config)
     from actors import cluster
 
-    with cluster.connect(config):
+    with cluster.connect(config, learn=False):
+        signal.signal(signal.SIGTERM, _terminate)
         event = cluster.evaluate(config, model_path)
     from rtpo_ray.reports.tracker import eval_line
 
     _say(eval_line(event))
     _say(json.dumps(event))
     return OK
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments; overrides may stand before and after the options."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    for word in rest:
+        if word.startswith("-"):
+            parser.error(f"unrecognized argument {word}")
+    args.overrides = [*args.overrides, *rest]
+    for word in args.overrides:
+        if word.endswith((".yaml", ".yml")) and "=" not in word:
+            parser.error(f"{word} looks like a configuration file: use --config {word}")
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,14 +121,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _model_path(config: Config) -> str:
-    """The configured model; the tiny one is built when none is named."""
-    if config.model.path:
-        if config.model.path.startswith((".", "/", "~")) and not Path(config.model.path).expanduser().is_dir():
-            raise ConfigError(f"field model.path is {config.model.path!r}; expected a folder that exists, or a Hugging Face name")
-        return str(Path(config.model.path).expanduser()) if config.model.path.startswith("~") else config.model.path
-    from rtpo_ray.policy.tiny import materialise
+    """The configured model, a folder as an absolute path; the tiny one is built when none is named."""
+    if not config.model.path:
+        from rtpo_ray.policy.tiny import materialise
 
-    return str(materialise(config, _say))
+        return str(materialise(config, _say))
+    folder = Path(config.model.path).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    if config.model.path.startswith((".", "/", "~")) or config.model.path.count("/") > 1:
+        raise ConfigError(f"field model.path is {config.model.path!r}; expected a folder that exists, or a Hugging Face name")
+    return config.model.path
 
 
 def _say(line: str) -> None:

@@ -168,8 +168,11 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.
             yield name, value, spec
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Defaults, then the YAML file, then `section.field=value` overrides. Raises ConfigError."""
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, learn: bool = True) -> Config:
+    """Defaults, then the YAML file, then `section.field=value` overrides. Raises ConfigError.
+
+    `learn`: whether the learner ranks must fit the cluster too.
+    """
     schema = OmegaConf.structured(Config)
     layers: list[tuple[str, DictConfig]] = []
     if path is not None:
@@ -182,14 +185,14 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         _refuse_unknown(layer, Config, "", origin)
         try:
             schema = OmegaConf.merge(schema, layer)
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list where a section is
             raise ConfigError(_explain(error, layer, origin)) from error
     try:
         config = OmegaConf.to_object(schema)
     except OmegaConfBaseException as error:
         raise ConfigError(f"field {getattr(error, 'full_key', None) or '?'}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
-    _check_placement(config)
+    _check_placement(config, learn)
     return config
 
 
@@ -246,16 +249,18 @@ def _refuse_unknown(layer: DictConfig, schema: Any, prefix: str, origin: str) ->
             raise ConfigError(f"{origin}: unknown field {prefix}{key!s}{hint}; valid here: {', '.join(valid)}")
         section = valid[str(key)].default_factory
         if dataclasses.is_dataclass(section):
-            value = layer[str(key)]
+            value = layer._get_node(str(key))  # as written: neither interpolated nor complained about
             if not isinstance(value, DictConfig):
                 raise ConfigError(f"{origin}: {prefix}{key} is a section, not a value ({value!r}); set one of its fields: "
                                   f"{', '.join(spec.name for spec in dataclasses.fields(section))}")
             _refuse_unknown(value, section, f"{prefix}{key}.", origin)
 
 
-def _explain(error: OmegaConfBaseException, layer: DictConfig, origin: str) -> str:
+def _explain(error: Exception, layer: DictConfig, origin: str) -> str:
     name = getattr(error, "full_key", None) or "?"
-    value = OmegaConf.select(layer, name) if name != "?" else None
+    if name == "?":
+        return f"{origin}: {str(error).splitlines()[0]}"
+    value = OmegaConf.select(layer, name)
     wanted = {leaf: spec.type for leaf, _, spec in walk(defaults())}.get(name, "another type")
     return f"{origin}: field {name} is {value!r}; expected {wanted}"
 
@@ -283,7 +288,7 @@ def _check_together(config: Config) -> None:
     """Fields that exclude each other."""
     environment, sampling, generators = config.environment, config.sampling, config.generators
     _check_environment_args(environment)
-    if not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
+    if not config.run.name.isprintable() or not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
         raise ConfigError(f"field run.name is {config.run.name!r}; expected a plain folder name")
     if config.warm_start.noise > 1:
         raise ConfigError(f"field warm_start.noise is {config.warm_start.noise}; expected a probability in [0, 1]")
@@ -296,6 +301,14 @@ def _check_together(config: Config) -> None:
         raise ConfigError(f"field warm_start.hidden is {config.warm_start.hidden}; expected a multiple of 32, the width of an attention head")
     if generators.gpu_memory_utilization > 1:
         raise ConfigError(f"field generators.gpu_memory_utilization is {generators.gpu_memory_utilization}; expected a share in (0, 1]")
+    if (config.learner.gpus > 0) != (generators.gpus > 0):
+        raise ConfigError(f"field learner.gpus is {config.learner.gpus:g} and generators.gpus is {generators.gpus:g}; expected both above 0 or "
+                          "both 0, since weights are broadcast among GPUs or among CPUs")
+    if not config.learner.gpus and not config.learner.cpus:
+        raise ConfigError("field learner.cpus is 0 and so is learner.gpus; expected one of them above 0")
+    if config.weights.probe_tokens > generators.max_model_len // 2:
+        raise ConfigError(f"field weights.probe_tokens is {config.weights.probe_tokens}; expected at most half of generators.max_model_len "
+                          f"({generators.max_model_len})")
     if sampling.temperature > 2:
         raise ConfigError(f"field sampling.temperature is {sampling.temperature}; expected at most 2")
     if sampling.max_response_tokens >= generators.max_model_len:
@@ -329,7 +342,7 @@ def _check_environment_args(environment: EnvironmentConfig) -> None:
         raise ConfigError(f"environment.args {dict(environment.args)} of {environment.name!r}: {error}") from error
 
 
-def _check_placement(config: Config) -> None:
+def _check_placement(config: Config, learn: bool) -> None:
     """On a local cluster the sizes are known before Ray starts; on a real one `actors.cluster` checks again.
 
     Not part of `Config`'s own checks: the defaults must exist on every machine, for --help and for tests.
@@ -338,7 +351,7 @@ def _check_placement(config: Config) -> None:
     if config.cluster.address or os.environ.get("RAY_ADDRESS"):
         return
     cpus = config.cluster.local_cpus or os.cpu_count() or 1
-    need = learner.ranks * learner.cpus + generators.count * generators.cpus + DATA_CPUS
+    need = learn * learner.ranks * learner.cpus + generators.count * generators.cpus + DATA_CPUS
     if need > cpus:
         raise ConfigError(
             f"field learner.ranks is {learner.ranks} (x {learner.cpus:g} CPUs) and generators.count is {generators.count} "

@@ -21,6 +21,10 @@ class WeightSyncError(RtpoError):
     """No generator could be brought to the weight version that the next stage needs."""
 
 
+class DeadlineExceeded(RtpoError):
+    """A wait for another process overran its deadline."""
+
+
 class ConservationError(RtpoError):
     """Rollouts went missing: produced differs from trained + filtered + failed."""
 

@@ -127,8 +127,8 @@ class ToolEnvironment(Environment):
         return Step(observation=Observation(text, role="tool"), info={"tool_calls": len(calls), "malformed_calls": malformed})
 
     def _tools(self) -> dict[str, Callable[..., str]]:
-        found = inspect.getmembers(self, lambda member: getattr(member, "_is_tool", False))
-        return dict(found)
+        names = [name for name, member in inspect.getmembers(type(self)) if getattr(member, "_is_tool", False)]
+        return {name: getattr(self, name) for name in names}
 
     def _call(self, call: ToolCall | MalformedCall) -> tuple[str, bool]:
         """(observation, whether the call was malformed)."""

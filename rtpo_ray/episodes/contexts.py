@@ -1,7 +1,7 @@
 """psi, the context builder: from what has happened to c_k, the exact token ids that the model sees at turn k.
 
     builder = Append(template); builder.start(system, tools, first); builder.context()  -> c_0
-    builder.extend(response_ids, text, observation);                 builder.context()  -> c_1
+    builder.extend(response_ids, observation);                       builder.context()  -> c_1
 """
 
 from __future__ import annotations
@@ -26,11 +26,19 @@ class Tokenizer(Protocol):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, rendered as text and encoded once."""
+    """A tokenizer's chat template, rendered as text and encoded once.
+
+    Raises ValueError when the tokenizer's end-of-text token is not what ends an assistant message: responses would not stop there.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._delta = functools.lru_cache(maxsize=4096)(self._make_delta)
+        reply = self.render([{"role": "user", "content": "question"}, {"role": "assistant", "content": "assistant-reply"}], [], prompt=False)
+        after = reply.rpartition("assistant-reply")[2]
+        if not tokenizer.eos_token or not after.startswith(tokenizer.eos_token):
+            raise ValueError(f"the tokenizer's eos_token is {tokenizer.eos_token!r}, but its chat template ends an assistant message "
+                             f"with {after[:20]!r}; set eos_token to what ends a message")
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, prompt: bool) -> str:
         text = self.tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=prompt, tokenize=False)

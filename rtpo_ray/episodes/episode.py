@@ -93,8 +93,8 @@ class Episode:
             sampling = Sampling(temperature=temperature, max_tokens=min(room, self._settings.max_response_tokens),
                                 stop_token_ids=(self._template.tokenizer.eos_token_id,), seed=derive_seed(seed, self.turn))
             completion = await engine.generate(context, sampling)
-            state_hash, text = self._environment.state_hash(), self._template.response_text(completion.token_ids)
-            step = await self._step(text)
+            text = self._template.response_text(completion.token_ids)
+            state_hash, step = await self._step(text)
             turns.append(_record(self.turn, context, completion, sampling, step, state_hash))
             self.turn += 1
             if step.observation is None:
@@ -104,16 +104,16 @@ class Episode:
             self._builder.extend(completion.token_ids, step.observation)
         return Rollout(rollout_id=rollout_id, task_id=task_id, turns=tuple(turns), boundaries=tuple(boundaries), end=end)
 
-    async def _step(self, text: str) -> Step:
-        """One environment step, checked."""
+    async def _step(self, text: str) -> tuple[str, Step]:
+        """One environment step, checked: (hash of the state before it, what came of it)."""
         name = type(self._environment).__name__
-        step: Step = await self.off_loop(f"{name}.step", self._environment.step, text)
+        state_hash, step = await self.off_loop(f"{name}.step", lambda: (self._environment.state_hash(), self._environment.step(text)))
         if (step.observation is None) != (step.terminated or step.truncated):
             raise ValueError(f"{name}.step returned observation {step.observation!r} with terminated={step.terminated}, "
                              f"truncated={step.truncated}; expected an observation exactly while the episode goes on")
         if not math.isfinite(step.reward):
             raise ValueError(f"{name}.step returned reward {step.reward} at turn {self.turn}; expected a finite number")
-        return step
+        return state_hash, step
 
     async def off_loop(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Run the environment's code: off the event loop and with a deadline, unless the environment is instant."""

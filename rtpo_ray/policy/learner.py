@@ -45,7 +45,7 @@ def init_distributed(rank: int, world_size: int, init_method: str, device: torch
     device = torch.device(device)
     timeout = timedelta(seconds=timeout_seconds)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)  # a Ray actor sees only its own GPU, as number 0
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
 

@@ -60,7 +60,7 @@ CHAT_TEMPLATE = """\
 def materialise(config: Config, say: Callable[[str], None] = print) -> Path:
     """Folder of the tiny model for this config, built when it is not cached yet (a minute or two on two cores).
 
-    Two processes that build the same model at once do no harm: each writes a folder of its own and the last rename wins.
+    Two processes that build the same model at once do no harm: each writes a folder of its own and the first rename wins.
     """
     recipe = (sys.modules[__name__], sys.modules[environments.REGISTRY[config.environment.name].__module__])
     options: dict[str, Any] = {"warm_start": dataclasses.asdict(config.warm_start), "environment": dataclasses.asdict(config.environment),
@@ -78,9 +78,11 @@ def materialise(config: Config, say: Callable[[str], None] = print) -> Path:
     loss = warm_start(model, tokenizer, config, say)
     model.save_pretrained(scratch)
     tokenizer.save_pretrained(scratch)
-    if folder.exists():
-        shutil.rmtree(folder)
-    scratch.rename(folder)
+    if (folder / "config.json").is_file():
+        shutil.rmtree(scratch)  # another process was faster, with the same model
+    else:
+        shutil.rmtree(folder, ignore_errors=True)  # what a killed build left
+        scratch.rename(folder)
     say(f"tiny model ready: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, last loss {loss:.3f}")
     return folder
 

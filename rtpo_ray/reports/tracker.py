@@ -29,12 +29,12 @@ class Tracker:
         self._started = time.monotonic()
         self._trained_since: float | None = None  # when the first sweep began
         self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
-        self._aim = _open_aim(config) if config.run.aim else None
+        self._aim = _open_aim(config, folder.parent) if config.run.aim else None
 
     def record(self, event: Event) -> None:
         """Keep one event and show it."""
         event = {**event, "time": time.time()}
-        self._metrics.write(json.dumps(event) + "\n")
+        self._metrics.write(json.dumps(event, allow_nan=False) + "\n")
         if self._aim is not None:
             _to_aim(self._aim, event)
         if event["kind"] in ("stage", "sweep"):
@@ -64,10 +64,11 @@ class Tracker:
 
 def _stage_line(event: Event) -> str:
     gap = "-" if event["logprob_gap_max"] is None else f"{event['logprob_gap_max']:.0e}"
+    norm = "-" if event["grad_norm"] is None else f"{event['grad_norm']:.2f}"
     refused = f"  REFUSED: {event['refused']}" if event["refused"] else ""
     return (f"  turn {event['turn']}  {event['groups']} groups  {event['siblings']} siblings  success {_percent(event['success'])}  "
             f"equal {_percent(event['zero_advantage_rate'])}  gap {gap}  "
-            f"grad {event['grad_norm']:.2f}  {event['seconds']['total']:.1f} s{_lost(event)}{refused}")
+            f"grad {norm}  {event['seconds']['total']:.1f} s{_lost(event)}{refused}")
 
 
 def eval_line(event: Event) -> str:
@@ -76,24 +77,24 @@ def eval_line(event: Event) -> str:
 
 
 def _lost(event: Event) -> str:
-    """How many rollouts failed, and the first error with the rollout that it happened on."""
-    if not event["failed"]:
-        return ""
-    message = next(iter(event["failed"]))
-    return f"\n    FAILED {sum(event['failed'].values())}, first {event['failed_first'][message]}: {message}"
+    """Lines about generators taken out of service and rollouts that failed, the first error with what it happened on."""
+    lines = [f"\n    RETIRED {name}: {reason}" for name, reason in event["retired"].items()]
+    if event["failed"]:
+        message = next(iter(event["failed"]))
+        lines.append(f"\n    FAILED {sum(event['failed'].values())}, first {event['failed_first'][message]}: {message}")
+    return "".join(lines)
 
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _open_aim(config: Config) -> Any:
+def _open_aim(config: Config, root: Path) -> Any:
     """An Aim run. The repository is made once, under a lock: two makers at once leave it broken for good."""
     from aim import Repo, Run
     from filelock import FileLock
     from omegaconf import OmegaConf
 
-    root = Path(config.run.root).resolve()
     with FileLock(root / ".aim.lock", timeout=60):
         if not Repo.exists(str(root)):
             Repo.from_path(str(root), init=True)
@@ -113,7 +114,7 @@ def _to_aim(run: Any, event: Event) -> None:
 def _numbers(event: Event, prefix: str = "") -> list[tuple[str, float]]:
     found: list[tuple[str, float]] = []
     for key, value in event.items():
-        if isinstance(value, dict) and key != "failed_first":
+        if isinstance(value, dict) and key not in ("failed_first", "retired"):
             nested = _numbers(value, f"{prefix}{key}.")
             found += nested if key == "seconds" else [(prefix + key, sum(count for _, count in nested))]
         elif isinstance(value, (int, float)):

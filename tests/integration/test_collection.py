@@ -8,10 +8,8 @@ import ray
 from players import Gated, KillsAlways, KillsOnce, Player, Ragged, RaisesAlways, RaisesOnce, Spawn, open_pool, status
 from records import RTPO
 
-from actors.cluster import root_cause
 from pipelines.collect import Ask, Collection, collect_episodes, count_rollouts, stage_samples
 from pipelines.counts import StageCounts, count_stage
-from rtpo_ray.errors import NoGenerators
 from rtpo_ray.types import Task
 
 TASKS = [Task(task_id=f"t{seed}", seed=seed) for seed in range(11)]  # of 1, 2, 3, 1, 2, 3 ... turns
@@ -134,10 +132,12 @@ def test_a_killed_generator_costs_no_rows(pool_of, tmp_path):
     assert "ActorDiedError" in next(entry["reason"] for entry in found.values() if entry["state"] == "gone")
 
 
-def test_when_every_generator_is_gone_the_caller_learns_it(pool_of):
+def test_when_every_generator_is_gone_the_rollouts_are_lost_and_say_why(pool_of):
     pool = pool_of(KillsAlways)
-    with pytest.raises(NoGenerators, match="every generator is gone: rtpo-generator-0: ActorDiedError"), root_cause():
-        trunks(pool, 1, retries=5, seconds=60)
+    totals = count_rollouts(trunks(pool, 1, retries=5, seconds=60), 60)
+    assert set(totals.ends) == {"failed"} and totals.ends["failed"] == totals.episodes
+    (message,) = totals.failed
+    assert "NoGenerators" in message and "every generator is gone: rtpo-generator-0: ActorDiedError" in message
     assert {entry["state"] for entry in status(pool).values()} == {"gone"}
 
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors import cluster as wiring
 from actors.publisher import AsLoaded
+from actors.spawn import spawn_pool
 from pipelines import tasks
 from pipelines.collect import Ask, Collection, collect_episodes, stage_samples
 from pipelines.rows import table_to_rollouts
@@ -17,12 +18,12 @@ from rtpo_ray.types import derive_seed
 
 STAGE = {"kind", "sweep", "turn", "groups", "siblings", "success", "zero_advantage_rate", "weight_version", "generated_tokens", "prompt_tokens",
          "cached_prompt_tokens", "failed", "filtered", "logprob_gap_mean", "logprob_gap_max", "ratio_geomean", "loss", "grad_norm", "seconds"}
-STAGE_TOO = {"failed_first", "trained", "clip_fraction", "optimizer_steps", "refused", "trained_tokens", "learner_tokens",
+STAGE_TOO = {"k3", "failed_first", "trained", "clip_fraction", "optimizer_steps", "refused", "trained_tokens", "learner_tokens",
              "weights_hash", "probe_gap", "retired"}
 SWEEP = {"kind", "sweep", "tasks", "trunk_success", "trunk_turns_mean", "seconds"}
-SWEEP_TOO = {"trunk_ends", "failed", "failed_first", "generated_tokens", "weight_version"}
+SWEEP_TOO = {"retired", "trunk_ends", "failed", "failed_first", "generated_tokens", "weight_version"}
 EVAL = {"kind", "sweep", "tasks", "success", "success_greedy", "turns_mean", "tool_calls_mean", "malformed_calls"}
-EVAL_TOO = {"weight_version", "failed", "failed_first", "seconds"}
+EVAL_TOO = {"retired", "weight_version", "failed", "failed_first", "seconds"}
 SECONDS = {"generate", "credit", "learn", "broadcast", "other", "total"}
 
 
@@ -93,7 +94,7 @@ def first_sweep(pool, config, blocks):
 def test_the_same_seed_samples_the_same_siblings_and_siblings_differ(cluster, tiny_model, record_property):
     overrides, start = tiny_model
     config = load_config(None, overrides)
-    pool, filling = wiring._spawn_pool(config, start)
+    pool, filling = spawn_pool(config, start)
     ray.get(filling, timeout=config.cluster.start_timeout)
     assert len(AsLoaded(pool).publish(0).members) == 2
 

@@ -12,7 +12,7 @@ from actors.pool import Lease
 from pipelines import collect
 from pipelines.collect import Ask, Collection, sample
 from pipelines.rows import GROUPS, REQUESTS, ROLLOUTS, groups_to_table, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table
-from rtpo_ray.errors import NoGenerators
+from rtpo_ray.errors import DeadlineExceeded, NoGenerators
 from rtpo_ray.types import Rollout, Task
 
 
@@ -131,6 +131,22 @@ def test_rows_that_no_generator_survives_come_back_failed_every_one_of_them(erro
     assert groups(Pool(Generator(error=error), Generator(error=error)), names="ab") == {"a": ["failed", "failed"], "b": ["failed", "failed"]}
 
 
+def test_a_pool_without_generators_costs_the_rows():
+    class Empty(Pool):
+        def _lease(self, version, avoid, patience):
+            raise NoGenerators("every generator is gone")
+
+    assert trunks(Empty(), tasks="ab", retries=2) == [("a/0", "failed"), ("b/0", "failed")]
+
+
+def test_after_the_deadline_no_other_generator_is_blamed():
+    pool = Pool(Generator(error=GetTimeoutError("overran")), Generator())
+    late = Collection(pool=pool, version=3, retries=1, deadline=time.time() - 1)
+    made = sample("episodes", tasks_to_table([Task(task_id="a", seed=0)]), Ask(seed=0, temperature=1.0, count=1), late, empty=ROLLOUTS.empty_table())
+    assert [one.end for one in table_to_rollouts(made)] == ["failed"]
+    assert [entry[1] for entry in pool.log if entry[0] == "report"] == ["g0"]
+
+
 def test_no_rows_ask_nobody():
     pool = Pool()
     assert trunks(pool, tasks="") == [] and groups(pool, names="") == {}
@@ -142,5 +158,5 @@ def test_a_pool_that_does_not_answer_is_named(monkeypatch):
         raise GetTimeoutError("late")
 
     monkeypatch.setattr(collect, "ray", types.SimpleNamespace(get=get))
-    with pytest.raises(NoGenerators, match="the pool did not answer within .* at weight version 3"):
+    with pytest.raises(DeadlineExceeded, match="the pool did not answer within .* at weight version 3"):
         trunks(Pool(Generator()))

@@ -1,4 +1,4 @@
-"""RTPO's credit against numbers worked out by hand (ALGORITHMS.md section 6), and the conservation of siblings."""
+"""RTPO's credit against numbers worked out by hand, and the conservation of siblings."""
 
 import itertools
 import math

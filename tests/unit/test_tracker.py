@@ -18,11 +18,11 @@ def tracked(folder):
 
 STAGE = {"kind": "stage", "sweep": 0, "turn": 2, "groups": 60, "siblings": 480, "success": 0.125, "zero_advantage_rate": 0.5,
          "logprob_gap_max": 3e-6, "grad_norm": 0.1234,
-         "generated_tokens": 1200, "filtered": {"zero_advantage": 8}, "failed": {}, "refused": "", "seconds": {"total": 3.26}}
+         "generated_tokens": 1200, "filtered": {"zero_advantage": 8}, "failed": {}, "retired": {}, "refused": "", "seconds": {"total": 3.26}}
 SWEEP = {"kind": "sweep", "sweep": 0, "trunk_success": 0.5, "trunk_turns_mean": 2.345, "weight_version": 3, "generated_tokens": 34,
-         "failed": {}, "seconds": {"total": 12.0}}
+         "failed": {}, "retired": {}, "seconds": {"total": 12.0}}
 EVAL = {"kind": "eval", "sweep": 0, "tasks": 256, "success": 0.3125, "success_greedy": 0.5, "tool_calls_mean": 1.96, "malformed_calls": 4,
-        "failed": {}}
+        "failed": {}, "retired": {}}
 
 
 def test_every_event_is_one_line_of_json_at_once(tmp_path):
@@ -60,8 +60,11 @@ def test_a_run_that_exists_is_refused_and_left_alone(tmp_path):
     ({"success": None, "zero_advantage_rate": None, "logprob_gap_max": None,
       "groups": 0, "siblings": 0, "grad_norm": 0.0},
      "  turn 2  0 groups  0 siblings  success -  equal -  gap -  grad 0.00  3.3 s"),
-    ({"refused": "loss is nan"},
-     "  turn 2  60 groups  480 siblings  success 12.5 %  equal 50.0 %  gap 3e-06  grad 0.12  3.3 s  REFUSED: loss is nan"),
+    ({"refused": "gradient norm", "grad_norm": None, "loss": None},
+     "  turn 2  60 groups  480 siblings  success 12.5 %  equal 50.0 %  gap 3e-06  grad -  3.3 s  REFUSED: gradient norm"),
+    ({"retired": {"rtpo-generator-1": "ActorDiedError: gone"}},
+     "  turn 2  60 groups  480 siblings  success 12.5 %  equal 50.0 %  gap 3e-06  grad 0.12  3.3 s\n"
+     "    RETIRED rtpo-generator-1: ActorDiedError: gone"),
 ])
 def test_stage_lines(tmp_path, changes, line):
     tracker, lines, _ = tracked(tmp_path)
