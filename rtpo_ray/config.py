@@ -185,7 +185,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, learn
         _refuse_unknown(layer, Config, "", origin)
         try:
             schema = OmegaConf.merge(schema, layer)
-        except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list where a section is
+        except OmegaConfBaseException as error:
             raise ConfigError(_explain(error, layer, origin)) from error
     try:
         config = OmegaConf.to_object(schema)
@@ -248,6 +248,8 @@ def _refuse_unknown(layer: DictConfig, schema: Any, prefix: str, origin: str) ->
             hint = f" (did you mean {prefix}{close[0]}?)" if close else ""
             raise ConfigError(f"{origin}: unknown field {prefix}{key!s}{hint}; valid here: {', '.join(valid)}")
         section = valid[str(key)].default_factory
+        if section is dict and not isinstance(layer._get_node(str(key)), DictConfig):
+            raise ConfigError(f"{origin}: field {prefix}{key} is {layer._get_node(str(key))!r}; expected names with values, such as {{hops: 2}}")
         if dataclasses.is_dataclass(section):
             value = layer._get_node(str(key))  # as written: neither interpolated nor complained about
             if not isinstance(value, DictConfig):
