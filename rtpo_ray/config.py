@@ -249,7 +249,7 @@ def _refuse_unknown(layer: DictConfig, schema: Any, prefix: str, origin: str) ->
             raise ConfigError(f"{origin}: unknown field {prefix}{key!s}{hint}; valid here: {', '.join(valid)}")
         section = valid[str(key)].default_factory
         if section is dict and not isinstance(layer._get_node(str(key)), DictConfig):
-            raise ConfigError(f"{origin}: field {prefix}{key} is {layer._get_node(str(key))!r}; expected names with values, such as {{hops: 2}}")
+            raise ConfigError(f"{origin}: field {prefix}{key} is {layer._get_node(str(key))!r}; expected dict, such as {{hops: 2}}")
         if dataclasses.is_dataclass(section):
             value = layer._get_node(str(key))  # as written: neither interpolated nor complained about
             if not isinstance(value, DictConfig):

@@ -96,7 +96,7 @@ def test_wrong_types_name_field_value_and_type(override, parts):
     (["learner.micro_batch_tokens=511"], ["learner.micro_batch_tokens is 511", "generators.max_model_len (512)"]),
     (["learner.gpus=1"], ["learner.gpus is 1 and generators.gpus is 0", "both above 0 or both 0"]),
     (["learner.cpus=0"], ["learner.cpus is 0", "learner.gpus"]),
-    (["environment.args=[]"], ["environment.args is []", "names with values"]),
+    (["environment.args=[]"], ["environment.args is []", "expected dict"]),
     (["run=${learner}"], ["run is a section"]),
     (["environment=???"], ["environment is a section"]),
     (["run.name=\"a\\nb\""], ["run.name is", "plain folder name"]),
