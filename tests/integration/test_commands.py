@@ -133,17 +133,21 @@ def test_train_then_evaluate(start, tmp_path):
     assert {path.name for path in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "final"}
 
 
-def test_ctrl_c_ends_the_run_cleanly(start, tmp_path):
+@pytest.mark.parametrize(("stop", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_cleanly(start, tmp_path, stop, code):
     training = start(["train"], "run.sweeps=1000", "run.name=stopped", "run.eval_tasks=0")
     training.wait_for("  turn ", 180)
     family = training.family()
     assert any("raylet" in one.name() for one in family) and len(family) > 6
-    os.killpg(training.process.pid, signal.SIGINT)  # a terminal tells the whole foreground group
+    if stop == signal.SIGINT:
+        os.killpg(training.process.pid, stop)  # a terminal tells the whole foreground group
+    else:
+        training.process.send_signal(stop)
     asked = time.monotonic()
-    assert training.finish(60) == 130, training.text
+    assert training.finish(60) == code, training.text
     assert f"interrupted: {tmp_path / 'stopped'} holds the metrics so far" in training.text and "Traceback" not in training.text
     left = wait_for_end(family, 30)
-    assert left == [], f"{time.monotonic() - asked:.0f} s after Ctrl-C: {left}"
+    assert left == [], f"{time.monotonic() - asked:.0f} s after {stop!r}: {left}"
 
     rows = events(tmp_path / "stopped")
     assert rows and rows[0]["kind"] == "stage"
