@@ -75,7 +75,7 @@ def make_samples(count: int, context: int, response: int, vocabulary: int, ragge
 def one_rank(device: str) -> Iterator[None]:
     """A default process group of this process alone."""
     with tempfile.TemporaryDirectory() as folder:
-        init_distributed(0, 1, f"file://{folder}/group", _with_index(device), timeout_seconds=120.0)
+        init_distributed(0, 1, f"file://{folder}/group", device, timeout_seconds=120.0)
         try:
             yield
         finally:
@@ -84,7 +84,7 @@ def one_rank(device: str) -> Iterator[None]:
 
 def make_learner(path: str, config: Any, dtype: str, device: str) -> Learner:
     options: dict[str, Any] = dict(clip_low=0.2, clip_high=0.2, epochs=1, minibatches=1, temperature=1.0)
-    return Learner(path, config, dtype=dtype, device=_with_index(device), **options)
+    return Learner(path, config, dtype=dtype, device=device, **options)
 
 
 def one_update(path: str, samples: list[Sample], dtype: str, device: str) -> tuple[UpdateResult, torch.Tensor, torch.Tensor]:
@@ -125,7 +125,7 @@ def check_channel(folder: Path, device: str, shape: dict[str, Any] = SMALL) -> N
     with one_rank(device):
         learner = make_learner(path, learner_config(), "bfloat16", device)
         store = open_store("127.0.0.1", 0, 30.0)
-        channel = WeightChannel("gpu-test", 0, 1, "127.0.0.1", store.port, _with_index(device), 60.0, 100_000)
+        channel = WeightChannel("gpu-test", 0, 1, "127.0.0.1", store.port, device, 60.0, 100_000)
         on_cpu = WeightsHash()
         for name, value in learner.full_parameters():
             on_cpu.add(name, value.cpu())
@@ -163,10 +163,6 @@ def measure_training(
     print(f"training on {name}: {parameters / 1e6:.0f} M parameters, {tokens} tokens an update, {rate:,.0f} tokens/s, MFU {mfu}, "
           f"peak memory {memory:.1f} GiB")
     return rate
-
-
-def _with_index(device: str) -> str:
-    return "cuda:0" if device == "cuda" else device
 
 
 def _synchronize(device: str) -> None:
