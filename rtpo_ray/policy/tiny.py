@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from rtpo_ray import environments
 from rtpo_ray.config import Config
@@ -70,6 +71,7 @@ def materialise(config: Config, say: Callable[[str], None] = print) -> Path:
     folder = Path(config.warm_start.cache).expanduser() / f"tiny-{config.environment.name}-{key}"
     if (folder / "config.json").is_file():
         return folder
+    disable_progress_bar()
     say(f"building the tiny model: {config.warm_start.steps} supervised steps on noisy demonstrations -> {folder}")
     scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
     scratch.mkdir(parents=True, exist_ok=True)
