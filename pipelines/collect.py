@@ -99,12 +99,12 @@ def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty:
         try:
             lease = _lease(collection, avoid)
         except NoGenerators as error:  # the next stage starts new ones
-            done.append(_lost(method, rows, ask, f"NoGenerators: {str(error).strip().splitlines()[-1]}"))
+            done.append(_lost(method, rows, ask, f"NoGenerators: {_first_line(getattr(error, 'cause', error))}"))
             break
         try:
             table = ray.get(getattr(lease.generator, method).remote(rows, ask), timeout=max(0.0, collection.deadline - time.time()))
         except (RayActorError, GetTimeoutError) as error:
-            ray.get(collection.pool.report.remote(lease.member, f"{type(error).__name__}: {error}"), timeout=30)
+            ray.get(collection.pool.report.remote(lease.member, f"{type(error).__name__}: {_first_line(error)}"), timeout=30)
             if attempt == collection.retries or time.time() >= collection.deadline:
                 done.append(_lost(method, rows, ask, f"{type(error).__name__}: no generator survived it in {attempt + 1} tries, last {lease.member}"))
                 break
@@ -119,6 +119,11 @@ def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty:
         done.append(table.filter(pa.array([value not in bad for value in table[key].to_pylist()])))  # all trunks of a task are made again
         rows, avoid = rows.filter(pa.array([value in bad for value in rows[key].to_pylist()])), (*avoid, lease.member)
     return pa.concat_tables(done) if done else empty
+
+
+def _first_line(error: BaseException) -> str:
+    """What a remote error says before its traceback or the state of its actor."""
+    return str(error).strip().partition("\n")[0]
 
 
 def _lease(collection: Collection, avoid: tuple[str, ...]) -> Any:
