@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 import ray.data
+from ray.util.placement_group import get_placement_group, remove_placement_group
 
 from actors.coordinator import Coordinator
 from actors.evaluator import Evaluator, Event
-from actors.gang import LearnerGang
+from actors.gang import LEARNERS, LearnerGang
 from actors.publisher import AsLoaded, WeightPublisher
 from actors.spawn import spawn_pool
 from actors.waiting import wait_for
 from rtpo_ray import algorithms
 from rtpo_ray.config import DATA_CPUS, Config
-from rtpo_ray.errors import ConfigError
+from rtpo_ray.errors import ConfigError, DeadlineExceeded
 
 # A machine with few cores keeps few idle workers, and starting one costs as much as a stage of the tiny model.
 KEEP_WORKERS = {"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold_ms": 600_000}
@@ -56,10 +58,27 @@ def check_placement(config: Config, resources: dict[str, float], learn: bool = T
 
 def run_events(config: Config, model_path: str, folder: str) -> Iterator[Event]:
     """Train on the connected cluster; the coordinator's events as they happen. Raises the first error of whoever failed."""
+    _await_end_of_last_run(config.cluster.start_timeout)
     coordinator = _spawn_root(CoordinatorActor, "rtpo-coordinator", config, model_path)
-    with root_cause():
-        for ref in coordinator.run.options(num_returns="streaming").remote(folder):
-            yield ray.get(ref)
+    try:
+        with root_cause():
+            for ref in coordinator.run.options(num_returns="streaming").remote(folder):
+                yield ray.get(ref)
+    finally:
+        ray.kill(coordinator)
+
+
+def _await_end_of_last_run(timeout: float) -> None:
+    """Names of actors are free again, and so are their CPUs, some time after the coordinator that owns them is gone."""
+    until = time.monotonic() + timeout
+    while left := [name for name in ray.util.list_named_actors() if name.startswith("rtpo-")]:
+        if time.monotonic() > until:
+            raise DeadlineExceeded(f"waited {timeout:g} s for the end of the last run's actors: {', '.join(left)}")
+        time.sleep(0.1)
+    try:
+        remove_placement_group(get_placement_group(LEARNERS))
+    except ValueError:  # there was no run on this cluster before, or it is removed already
+        return
 
 
 def evaluate(config: Config, model_path: str) -> Event:
@@ -114,7 +133,7 @@ class EvaluatorActor(CoordinatorActor):
     def event(self) -> Event:
         quiet_ray_data()
         pool, _ = spawn_pool(self._config, self._model_path)
-        return next(Evaluator(config=self._config, pool=pool, publisher=AsLoaded(pool)).evaluate(0))
+        return next(Evaluator(config=self._config, pool=pool, publisher=AsLoaded(pool)).evaluate(0, 0))
 
 
 def build_coordinator(config: Config, model_path: str) -> Coordinator:

@@ -36,8 +36,8 @@ class Evaluator:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._config.algorithm.name}, {self._config.run.name})"
 
-    def evaluate(self, done: int) -> Iterator[Event]:
-        """Held-out tasks, sampled and greedy, by the present weights."""
+    def evaluate(self, done: int, tokens: int) -> Iterator[Event]:
+        """Held-out tasks, sampled and greedy, by the present weights, after `done` sweeps and `tokens` generated tokens."""
         count = self._config.run.eval_tasks
         if not count:
             return
@@ -45,7 +45,8 @@ class Evaluator:
         batch = tasks.held_out_tasks(count)
         _, sampled, _ = self._episodes(batch, "evaluation", self._ask("evaluation", done))
         _, greedy, _ = self._episodes(batch, "evaluation", replace(self._ask("evaluation", done), temperature=0.0))
-        yield {"kind": "eval", "sweep": done, "tasks": count, "weight_version": self._version, "success": rate(sampled.successes, sampled.episodes),
+        yield {"kind": "eval", "sweep": done, "tokens": tokens, "tasks": count, "weight_version": self._version,
+               "success": rate(sampled.successes, sampled.episodes),
                "success_greedy": rate(greedy.successes, greedy.episodes), "turns_mean": rate(sampled.turns, sampled.episodes),
                "tool_calls_mean": rate(sampled.tool_calls, sampled.episodes), "malformed_calls": sampled.malformed_calls,
                "failed": dict(sampled.failed + greedy.failed), "failed_first": {**greedy.failed_first, **sampled.failed_first},

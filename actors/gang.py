@@ -13,9 +13,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.learner import LearnerRank
 from actors.waiting import wait_for
 from pipelines.counts import StageCounts
-from rtpo_ray.algorithms.base import ClippedSurrogate
+from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.config import Config
 from rtpo_ray.types import UpdateResult
+
+LEARNERS = "rtpo-learners"  # name of the placement group
 
 
 class LearnerGang:
@@ -25,11 +27,11 @@ class LearnerGang:
     objective: what the ranks maximise.
     """
 
-    def __init__(self, config: Config, model_path: str, objective: ClippedSurrogate) -> None:
+    def __init__(self, config: Config, model_path: str, objective: Objective) -> None:
         learner = config.learner
         self._timeout = learner.timeout
         bundle = {"CPU": learner.cpus, "GPU": learner.gpus}
-        self._group = placement_group([{k: v for k, v in bundle.items() if v}] * learner.ranks, strategy="PACK", name="rtpo-learners")
+        self._group = placement_group([{k: v for k, v in bundle.items() if v}] * learner.ranks, strategy="PACK", name=LEARNERS)
         if not self._group.wait(config.cluster.start_timeout):
             raise TimeoutError(f"placement of {learner.ranks} learner ranks ({bundle} each) not granted within cluster.start_timeout "
                                f"({config.cluster.start_timeout:g} s); the cluster has {ray.available_resources()}")
@@ -38,7 +40,7 @@ class LearnerGang:
         wait_for([rank.setup.remote(where) for rank in self.ranks], config.cluster.start_timeout, "the learner ranks to load the model")
         self._next = itertools.cycle(self.ranks)
 
-    def _spawn(self, config: Config, model_path: str, objective: ClippedSurrogate, rank: int) -> Any:
+    def _spawn(self, config: Config, model_path: str, objective: Objective, rank: int) -> Any:
         learner = config.learner
         return ray.remote(LearnerRank).options(
             name=f"rtpo-learner-{rank}", num_cpus=learner.cpus, num_gpus=learner.gpus, max_restarts=0,
@@ -55,9 +57,9 @@ class LearnerGang:
         """Sum of the counts of everything fed."""
         return sum(wait_for(list(fed), self._timeout, "the learner ranks to take a stage's samples"), StageCounts())
 
-    def update(self, n_groups: int, seed: int) -> UpdateResult:
+    def update(self, n_groups: int, n_rollouts: int, seed: int) -> UpdateResult:
         """One update on all that was fed; the ranks agree on the result."""
-        return self._all("update", n_groups, seed)[0]
+        return self._all("update", n_groups, n_rollouts, seed)[0]
 
     def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
         return self._all("score", sequences)[0]

@@ -8,10 +8,12 @@ weight channel.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -60,15 +62,15 @@ class Generator:
         return rollouts_to_table(await self._gather(runs))
 
     async def siblings(self, requests: pa.Table, ask: Ask) -> pa.Table:
-        """REQUESTS rows to GROUPS rows, `ask.count` siblings a boundary, each continued to the end by the same weights."""
+        """REQUESTS rows to GROUPS rows, `count` siblings a boundary, each continued to the end by the same weights."""
         rows = requests.to_pylist()
         boundaries = [Boundary(**row["boundary"]) for row in rows]
-        runs = [self._sibling(row["group_id"], row["task_id"], boundary, index, ask)
-                for row, boundary in zip(rows, boundaries, strict=True) for index in range(ask.count)]
-        rollouts = await self._gather(runs)
+        runs = [self._sibling(row["group_id"], row["task_id"], row["parent"], boundary, index, ask)
+                for row, boundary in zip(rows, boundaries, strict=True) for index in range(row["count"])]
+        rollouts = iter(await self._gather(runs))
         return groups_to_table(
-            Group(group_id=row["group_id"], task_id=row["task_id"], turn=boundary.turn, siblings=tuple(rollouts[i * ask.count:(i + 1) * ask.count]))
-            for i, (row, boundary) in enumerate(zip(rows, boundaries, strict=True)))
+            Group(group_id=row["group_id"], task_id=row["task_id"], turn=boundary.turn, siblings=tuple(itertools.islice(rollouts, row["count"])))
+            for row, boundary in zip(rows, boundaries, strict=True))
 
     async def join_channel(self, name: str, rank: int, world_size: int, host: str, port: int, device: str, timeout: float, bucket_bytes: int) -> None:
         """Become receiver `rank` of the weight channel `name`; returns when every rank is there."""
@@ -106,9 +108,10 @@ class Generator:
         rollout_id = f"{task.task_id}/{trunk}"
         return await self._guard(rollout_id, task.task_id, ask, lambda episode: episode.reset(task), derive_seed(ask.seed, rollout_id))
 
-    async def _sibling(self, group_id: str, task_id: str, boundary: Boundary, index: int, ask: Ask) -> Rollout:
+    async def _sibling(self, group_id: str, task_id: str, parent: str, boundary: Boundary, index: int, ask: Ask) -> Rollout:
         rollout_id = f"{group_id}/{index}"
-        return await self._guard(rollout_id, task_id, ask, lambda episode: episode.restore(boundary), derive_seed(ask.seed, rollout_id))
+        rollout = await self._guard(rollout_id, task_id, ask, lambda episode: episode.restore(boundary), derive_seed(ask.seed, rollout_id))
+        return replace(rollout, parent=parent)
 
     async def _guard(self, rollout_id: str, task_id: str, ask: Ask, begin: Callable[[Episode], None], seed: int) -> Rollout:
         """One episode; whatever environment, template or engine raise costs this rollout alone and is kept as its failure."""

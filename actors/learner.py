@@ -15,7 +15,7 @@ import ray
 
 from pipelines.counts import StageCounts, count_stage
 from pipelines.credit import samples_to_train
-from rtpo_ray.algorithms.base import ClippedSurrogate
+from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.config import LearnerConfig, WeightsConfig
 from rtpo_ray.types import Sample, UpdateResult
 
@@ -33,7 +33,7 @@ class LearnerRank:
     """
 
     def __init__(self, *, rank: int, world_size: int, model_path: str, dtype: str, config: LearnerConfig, weights: WeightsConfig,
-                 objective: ClippedSurrogate, temperature: float, device: str) -> None:
+                 objective: Objective, temperature: float, device: str) -> None:
         self._rank, self._world_size, self._model_path, self._dtype = rank, world_size, model_path, dtype
         self._config, self._weights, self._objective, self._temperature, self._device = config, weights, objective, temperature, device
         self._learner: Learner | None = None
@@ -56,8 +56,7 @@ class LearnerRank:
 
         init_distributed(self._rank, self._world_size, init_method, self._device, self._config.timeout)
         self._learner = Learner(
-            self._model_path, self._config, dtype=self._dtype, clip_low=self._objective.clip_low, clip_high=self._objective.clip_high,
-            epochs=self._objective.epochs, minibatches=self._objective.minibatches, temperature=self._temperature, device=self._device)
+            self._model_path, self._config, objective=self._objective, dtype=self._dtype, temperature=self._temperature, device=self._device)
         return self._rank
 
     def receive(self, samples: pa.Table) -> StageCounts:
@@ -65,10 +64,10 @@ class LearnerRank:
         self._samples += samples_to_train(samples)
         return count_stage(samples)
 
-    def update(self, n_groups: int, seed: int) -> UpdateResult:
+    def update(self, n_groups: int, n_rollouts: int, seed: int) -> UpdateResult:
         """Train on every block received since the last update. Collective."""
         samples, self._samples = self._samples, []
-        return self.learner.update(samples, n_groups, seed)
+        return self.learner.update(samples, n_groups, n_rollouts, seed)
 
     def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
         """Log-probabilities [T] of each response at the sampling temperature. Collective."""

@@ -62,5 +62,6 @@ class GeneratorActor(Generator):
 
 def episode_settings(config: Config) -> EpisodeSettings:
     return EpisodeSettings(
-        max_turns=config.environment.max_turns, context=config.environment.context, max_response_tokens=config.sampling.max_response_tokens,
+        max_turns=config.environment.max_turns, context=config.environment.context, window=config.environment.window,
+        train_context=config.environment.train_context, max_response_tokens=config.sampling.max_response_tokens,
         max_model_len=config.generators.max_model_len, step_timeout=config.environment.step_timeout)

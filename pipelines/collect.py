@@ -1,7 +1,7 @@
 """Ray Data executions: tasks to trunks, trunks to credited samples, tasks to evaluated episodes.
 
-    trunks  = collect_episodes(...)                      materialised: blocks stay where they were made, in the object store
-    samples = stage_samples(trunks, turn=k, ...)        lazy: boundaries -> siblings -> credit -> samples, streamed block by block
+    trunks  = collect_episodes(...)               materialised: blocks stay where they were made, in the object store
+    samples = stage_samples(trunks, stage, ...)   lazy: boundaries -> siblings -> groups -> credit -> samples, streamed block by block
 
 The step that samples is a plain function in a task without CPUs: it leases a generator from the pool, hands over the block, and
 returns what the generator made. The pool and the generators are handles; nothing here knows their classes.
@@ -21,11 +21,15 @@ import ray
 import ray.data
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from pipelines.branching import assemble, requests
 from pipelines.counts import EpisodeCounts, count_episodes
-from pipelines.credit import Credit, credit_groups
-from pipelines.rows import GROUPS, ROLLOUTS, groups_to_table, requests_at, rollouts_to_table
+from pipelines.credit import credit_groups
+from pipelines.rows import GROUPS, ROLLOUTS, groups_to_table, rollouts_to_table
 from pipelines.tasks import dataset
-from rtpo_ray.errors import DeadlineExceeded, NoGenerators
+from rtpo_ray import algorithms
+from rtpo_ray.algorithms.base import Stage
+from rtpo_ray.config import AlgorithmConfig
+from rtpo_ray.errors import ConservationError, DeadlineExceeded, NoGenerators
 from rtpo_ray.types import Group, Task, failed_rollout
 
 Block: TypeAlias = "ray.ObjectRef[pa.Table]"
@@ -47,7 +51,7 @@ class Ask:
 
     seed: int
     temperature: float
-    count: int  # trunks a task, or siblings a boundary
+    count: int = 1  # episodes a task; a boundary's request names its own number of siblings
     keep_boundaries: bool = False
 
 
@@ -58,11 +62,11 @@ def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Col
     return rollouts.materialize()
 
 
-def stage_samples(trunks: ray.data.MaterializedDataset, turn: int, ask: Ask, collection: Collection, credit: Credit) -> Iterator[Block]:
-    """Blocks of SAMPLES rows of one stage, each as soon as its groups are complete."""
+def stage_samples(trunks: ray.data.MaterializedDataset, stage: Stage, method: AlgorithmConfig, ask: Ask, collection: Collection) -> Iterator[Block]:
+    """Blocks of SAMPLES rows of one stage, each as soon as its groups are complete. `method` is built again where it is needed."""
     samples = (trunks
-               .map_batches(_sample_boundaries, fn_kwargs={"turn": turn, "ask": ask, "collection": collection}, **_TASK)
-               .map_batches(credit_groups, fn_kwargs={"credit": credit}, **_TASK))
+               .map_batches(_groups, fn_kwargs={"stage": stage, "method": method, "ask": ask, "collection": collection}, **_TASK)
+               .map_batches(_samples, fn_kwargs={"method": method}, **_TASK))
     samples.set_name("stage")
     return itertools.chain.from_iterable(bundle.block_refs for bundle in samples.iter_internal_ref_bundles())
 
@@ -81,8 +85,21 @@ def _sample_tasks(tasks: pa.Table, *, ask: Ask, collection: Collection) -> pa.Ta
     return sample("episodes", tasks, ask, collection, empty=ROLLOUTS.empty_table())
 
 
-def _sample_boundaries(trunks: pa.Table, *, turn: int, ask: Ask, collection: Collection) -> pa.Table:
-    return sample("siblings", requests_at(trunks, turn), ask, collection, empty=GROUPS.empty_table())
+def _groups(trunks: pa.Table, *, stage: Stage, method: AlgorithmConfig, ask: Ask, collection: Collection) -> pa.Table:
+    wanted = requests(trunks, stage, algorithms.build(method), ask.seed)
+    made = sample("siblings", wanted, ask, collection, empty=GROUPS.empty_table())
+    found, expected = sorted(_sizes(made)), sorted(zip(wanted["group_id"].to_pylist(), wanted["count"].to_pylist(), strict=True))
+    if found != expected:
+        raise ConservationError(f"asked for siblings (group, count) {expected}; got {found}")
+    return assemble(trunks, made, stage)
+
+
+def _samples(groups: pa.Table, *, method: AlgorithmConfig) -> pa.Table:
+    return credit_groups(groups, algorithm=algorithms.build(method))
+
+
+def _sizes(groups: pa.Table) -> list[tuple[str, int]]:
+    return list(zip(groups["group_id"].to_pylist(), pc.list_value_length(groups["siblings"]).to_pylist(), strict=True))
 
 
 def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty: pa.Table) -> pa.Table:
@@ -142,7 +159,7 @@ def _lost(method: str, rows: pa.Table, ask: Ask, failure: str) -> pa.Table:
                                  for task_id in rows["task_id"].to_pylist() for trunk in range(ask.count))
     return groups_to_table(
         Group(group_id=row["group_id"], task_id=row["task_id"], turn=row["boundary"]["turn"],
-              siblings=tuple(failed_rollout(f"{row['group_id']}/{index}", row["task_id"], failure) for index in range(ask.count)))
+              siblings=tuple(failed_rollout(f"{row['group_id']}/{index}", row["task_id"], failure) for index in range(row["count"])))
         for row in rows.to_pylist())
 
 

@@ -16,18 +16,19 @@ class StageCounts:
     """Sums over siblings; `+` adds two disjoint parts of a stage."""
 
     groups: int = 0  # groups in the mean of the objective: not failed, not overlong
-    informative_groups: int = 0  # of those, with a non-zero advantage
+    informative_groups: int = 0  # of those, with unequal returns or a non-zero advantage
     siblings: int = 0
+    comparable: int = 0  # siblings of the groups in the mean of the objective
     successes: int = 0  # siblings with a positive return
-    trained: int = 0
+    trained: int = 0  # siblings
     filtered: Counter[str] = field(default_factory=Counter)  # siblings by reason
     failed: Counter[str] = field(default_factory=Counter)  # siblings by first error message
     failed_first: dict[str, str] = field(default_factory=dict)  # the first group by error message
-    generated_tokens: int = 0
+    generated_tokens: int = 0  # of the siblings that this stage sampled; trunks are counted where they were made
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     credit_seconds: float = 0.0
-    versions: frozenset[int] = frozenset()  # weight versions that sampled the trained turn
+    versions: frozenset[int] = frozenset()  # weight versions that sampled the trained responses
 
     def __add__(self, other: StageCounts) -> StageCounts:
         return StageCounts(**{name: _join(getattr(self, name), getattr(other, name)) for name in self.__slots__})
@@ -44,25 +45,30 @@ def count_stage(samples: pa.Table) -> StageCounts:
     if not len(samples):  # an empty block has lost its columns on its way through Ray Data
         return StageCounts()
     columns = samples.select([
-        "group_id", "outcome", "reason", "return", "weight_version", "generated_tokens", "prompt_tokens", "cached_prompt_tokens",
-        "credit_seconds"]).to_pylist()
-    counts = StageCounts(siblings=len(columns))
-    valid, informative = set(), set()
+        "group_id", "first", "outcome", "reason", "advantage", "return", "weight_version", "generated_tokens", "prompt_tokens",
+        "cached_prompt_tokens", "credit_seconds"]).to_pylist()
+    counts = StageCounts()
+    valid, informative, returns = set(), set(), dict[str, float]()
     for row in columns:
+        if row["outcome"] == "trained" and (row["advantage"] or returns.setdefault(row["group_id"], row["return"]) != row["return"]):
+            informative.add(row["group_id"])
+        if row["outcome"] == "trained" or row["reason"] in ("zero_advantage", "uncredited"):
+            valid.add(row["group_id"])
+            counts.comparable += row["first"]
+        counts.credit_seconds += row["credit_seconds"]
+        if not row["first"]:
+            continue
+        counts.siblings += 1
         if row["outcome"] == "trained":
             counts.trained += 1
-            informative.add(row["group_id"])
         else:
             getattr(counts, row["outcome"])[row["reason"]] += 1
         if row["outcome"] == "failed":
             counts.failed_first.setdefault(row["reason"], row["group_id"])
-        if row["outcome"] == "trained" or row["reason"] == "zero_advantage":
-            valid.add(row["group_id"])
         counts.successes += row["return"] > 0
         counts.generated_tokens += row["generated_tokens"]
         counts.prompt_tokens += row["prompt_tokens"]
         counts.cached_prompt_tokens += row["cached_prompt_tokens"]
-        counts.credit_seconds += row["credit_seconds"]
     counts.versions = frozenset(row["weight_version"] for row in columns if row["weight_version"] is not None)
     counts.groups, counts.informative_groups = len(valid), len(informative)
     return counts

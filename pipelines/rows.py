@@ -18,21 +18,24 @@ TURN = pa.struct({
     "turn": pa.int32(), "context_ids": pa.list_(pa.int32()), "context_hash": pa.string(), "response_ids": pa.list_(pa.int32()),
     "engine_logprobs": pa.list_(pa.float32()), "weight_version": pa.int64(), "seed": pa.int64(), "temperature": pa.float64(),
     "finish_reason": pa.string(), "observation": pa.string(), "reward": pa.float64(), "state_hash": pa.string(),
-    "tool_calls": pa.int32(), "malformed_calls": pa.int32(), "cached_prompt_tokens": pa.int32()})
+    "tool_calls": pa.int32(), "malformed_calls": pa.int32(), "cached_prompt_tokens": pa.int32(), "kind": pa.string(),
+    "train_context_ids": pa.list_(pa.int32())})
 BOUNDARY = pa.struct({"turn": pa.int32(), "context_hash": pa.string(), "state_hash": pa.string(), "snapshot": pa.binary()})
 ROLLOUT = pa.struct({
     "rollout_id": pa.string(), "task_id": pa.string(), "turns": pa.list_(TURN), "boundaries": pa.list_(BOUNDARY),
-    "end": pa.string(), "failure": pa.string()})
+    "end": pa.string(), "failure": pa.string(), "parent": pa.string()})
 
 TASKS = pa.schema({"task_id": pa.string(), "seed": pa.int64(), "payload": pa.string()})
 ROLLOUTS = pa.schema(list(ROLLOUT))
-REQUESTS = pa.schema({"group_id": pa.string(), "task_id": pa.string(), "boundary": BOUNDARY})
+REQUESTS = pa.schema({"group_id": pa.string(), "task_id": pa.string(), "parent": pa.string(), "count": pa.int32(), "boundary": BOUNDARY})
 GROUPS = pa.schema({"group_id": pa.string(), "task_id": pa.string(), "turn": pa.int32(), "siblings": pa.list_(ROLLOUT)})
 SAMPLES = pa.schema({
-    "sample_id": pa.string(), "group_id": pa.string(),
+    "sample_id": pa.string(), "rollout_id": pa.string(), "group_id": pa.string(),
+    "first": pa.bool_(),  # of its rollout's rows: what is counted once a rollout stands here
     "outcome": pa.string(),  # trained | filtered | failed
     "reason": pa.string(),  # why filtered or failed
-    "advantage": pa.float64(), "weight": pa.float64(), "return": pa.float64(), "turns": pa.int32(), "weight_version": pa.int64(),
+    "turn": pa.int32(), "reward": pa.float64(), "advantage": pa.float64(), "weight": pa.float64(), "return": pa.float64(),
+    "turns": pa.int32(), "weight_version": pa.int64(),
     "context_ids": pa.list_(pa.int32()), "context_hash": pa.string(), "response_ids": pa.list_(pa.int32()),
     "engine_logprobs": pa.list_(pa.float32()), "generated_tokens": pa.int64(), "prompt_tokens": pa.int64(),
     "cached_prompt_tokens": pa.int64(), "credit_seconds": pa.float64()})
@@ -80,12 +83,3 @@ def groups_to_table(groups: Iterable[Group]) -> pa.Table:
 
 def table_to_groups(table: pa.Table) -> list[Group]:
     return [Group(**{**row, "siblings": tuple(rollout_from_row(sibling) for sibling in row["siblings"])}) for row in table.to_pylist()]
-
-
-def requests_at(trunks: pa.Table, turn: int) -> pa.Table:
-    """The boundaries of `turn` among the trunks, one sibling request a row. Failed trunks have none."""
-    rows = []
-    for trunk in trunks.select(["rollout_id", "task_id", "boundaries"]).to_pylist():
-        rows += [{"group_id": f"{trunk['rollout_id']}/{turn}", "task_id": trunk["task_id"], "boundary": boundary}
-                 for boundary in trunk["boundaries"] if boundary["turn"] == turn]
-    return pa.Table.from_pylist(rows, schema=REQUESTS)

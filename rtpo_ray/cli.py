@@ -23,8 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: spinning threads on shared cores collapse to a crawl
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        config = load_config(args.config, args.overrides, learn=args.command == "train")
-        return {"train": train, "evaluate": evaluate}[args.command](config, args)
+        return {"train": train, "evaluate": evaluate, "compare": compare, "theory": theory}[args.command](args)
     except ConfigError as error:
         print(f"rtpo: configuration error: {error}", file=sys.stderr)
         return BAD_CONFIG
@@ -39,28 +38,72 @@ def main(argv: Sequence[str] | None = None) -> int:
         return TERMINATED
 
 
-def train(config: Config, args: argparse.Namespace) -> int:
+def train(args: argparse.Namespace) -> int:
     """Train, track, and end cleanly however it ends."""
-    folder = Path(config.run.root).expanduser().resolve() / config.run.name
+    config = load_config(args.config, args.overrides)
+    folder = _run_folder(config)
     _check_folder(folder)
     model_path = _model_path(config)
     from actors import cluster
-    from rtpo_ray.reports.tracker import Tracker
 
     with cluster.connect(config):
-        signal.signal(signal.SIGTERM, _terminate)  # again: connecting to Ray put a handler of its own in place
-        tracker, status = Tracker(config, folder, _say), "failed"
-        try:
-            for event in cluster.run_events(config, model_path, str(folder)):
-                tracker.record(event)
-            status = "finished"
-        except (KeyboardInterrupt, _Terminated):
-            status = "interrupted"
-            raise
-        finally:
-            tracker.close(status)
-            _say(f"run {status}: {folder} holds " + ("metrics.jsonl and final/, the trained model" if status == "finished" else "the metrics so far"))
+        _train(config, model_path)
     return OK
+
+
+def _train(config: Config, model_path: str) -> None:
+    """One run on the connected cluster."""
+    from actors import cluster
+    from rtpo_ray.reports.tracker import Tracker
+
+    folder = _run_folder(config)
+    signal.signal(signal.SIGTERM, _terminate)  # again: connecting to Ray put a handler of its own in place
+    tracker, status = Tracker(config, folder, _say), "failed"
+    try:
+        for event in cluster.run_events(config, model_path, str(folder)):
+            tracker.record(event)
+        status = "finished"
+    except (KeyboardInterrupt, _Terminated):
+        status = "interrupted"
+        raise
+    finally:
+        tracker.close(status)
+        _say(f"run {status}: {folder} holds " + ("metrics.jsonl and final/, the trained model" if status == "finished" else "the metrics so far"))
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Several methods with several seeds on one cluster; what is finished already is kept."""
+    from rtpo_ray.compare import load_comparison, run_comparison, unfinished
+
+    if not args.config:
+        raise ConfigError("rtpo compare needs --config FILE, for example conf/compare/lookup.yaml")
+    comparison = load_comparison(args.config, args.overrides)
+    waiting = unfinished(comparison)
+    if not waiting:
+        folder = run_comparison(comparison, lambda config: None, _say)
+    else:
+        models = {entry.label: _model_path(entry.config) for entry in waiting}
+        by_run = {entry.config.run.name: models[entry.label] for entry in waiting}
+        from actors import cluster
+
+        with cluster.connect(waiting[0].config):
+            folder = run_comparison(comparison, lambda config: _train(config, by_run[config.run.name]), _say)
+    _say((folder / "table.md").read_text())
+    _say(f"{folder} holds table.md, table.csv and curves.png")
+    return FAILED if unfinished(comparison) else OK
+
+
+def theory(args: argparse.Namespace) -> int:
+    """Check the theory of the methods exactly, on small games."""
+    from pipelines import branching, counts, credit, rows
+    from rtpo_ray.theory.lab import Pipeline
+    from rtpo_ray.theory.report import report
+
+    return OK if report(_say, Pipeline(rows=rows, branching=branching, credit=credit, counts=counts)) else FAILED
+
+
+def _run_folder(config: Config) -> Path:
+    return Path(config.run.root).expanduser().resolve() / config.run.name
 
 
 def _check_folder(folder: Path) -> None:
@@ -73,8 +116,9 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f"field run.root is {str(folder.parent)!r}: a folder for the run cannot be made there: {error}") from error
 
 
-def evaluate(config: Config, args: argparse.Namespace) -> int:
+def evaluate(args: argparse.Namespace) -> int:
     """Evaluate a model on the held-out tasks of the configured environment; prints the result as one line of JSON too."""
+    config = load_config(args.config, args.overrides, learn=False)
     if args.model:
         config.model.path = args.model
     if not config.run.eval_tasks:
@@ -96,6 +140,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments; overrides may stand before and after the options."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
+    if args.command == "theory":
+        if rest:
+            parser.error(f"unrecognized arguments {' '.join(rest)}")
+        return args
     for word in rest:
         if word.startswith("-"):
             parser.error(f"unrecognized argument {word}")
@@ -109,7 +157,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rtpo", description="Train tool-using language-model agents with reverse-turn policy optimisation on Ray.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, summary in (("train", "train a model"), ("evaluate", "evaluate a model on held-out tasks")):
+    for name, summary in (("train", "train a model"), ("evaluate", "evaluate a model on held-out tasks"),
+                          ("compare", "train by several methods and compare them at an equal budget of generated tokens")):
         command = commands.add_parser(
             name, help=summary, description=summary, formatter_class=argparse.RawDescriptionHelpFormatter,
             epilog="fields (set in the YAML file or as section.field=value):\n" + describe())
@@ -117,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", metavar="section.field=value", help="overrides, applied after the file")
         if name == "evaluate":
             command.add_argument("--model", metavar="PATH", default="", help="Hugging Face folder or name; stands for model.path")
+    commands.add_parser("theory", help="check the theory of the methods on small games", description="check the theory of the methods on small games")
     return parser
 
 

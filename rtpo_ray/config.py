@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rtpo_ray import algorithms, environments
+from rtpo_ray.algorithms.base import Algorithm
 from rtpo_ray.errors import ConfigError
+from rtpo_ray.options import PLAIN, complaint, opt
 
 DATA_CPUS = 1  # logical CPUs that Ray Data's own tasks need beside learner and generators
-
-
-def opt(default: Any, doc: str, *, choices: Sequence[str] = (), least: float | None = None, above: float | None = None) -> Any:
-    """A field with its documentation and the cheap checks (choices, least <= value, above < value)."""
-    return field(default=default, metadata={"doc": doc, "choices": tuple(choices), "least": least, "above": above})
 
 
 @dataclass(kw_only=True)
@@ -35,8 +31,11 @@ class RunConfig:
     name: str = opt("run", "folder of this run under run.root")
     root: str = opt("runs", "folder of all runs; on a cluster a shared path")
     seed: int = opt(0, "decides tasks, environment seeds and sampling seeds", least=0)
-    sweeps: int = opt(10, "batches of tasks to train on", least=0)
+    experiment: str = opt("", "experiment in Aim; empty: the run's name")
+    sweeps: int = opt(10, "batches of tasks to train on, at most", least=0)
+    tokens: int = opt(0, "generated tokens after which no further sweep starts; 0: sweeps decide", least=0)
     eval_every: int = opt(5, "sweeps between evaluations; 0: only before and after", least=0)
+    eval_every_tokens: int = opt(0, "generated tokens between evaluations, instead of sweeps; 0: off", least=0)
     eval_tasks: int = opt(256, "held-out tasks of an evaluation; 0: no evaluation", least=0)
     checkpoint_every: int = opt(0, "sweeps between sharded checkpoints; 0: only the final model", least=0)
     aim: bool = opt(True, "track in an Aim repository at run.root as well as in metrics.jsonl")
@@ -75,20 +74,18 @@ class WarmStartConfig:
 class EnvironmentConfig:
     name: str = opt("lookup", "which environment", choices=tuple(environments.REGISTRY))
     args: dict[str, Any] = field(default_factory=dict, metadata={"doc": "arguments of the environment's constructor"})
-    max_turns: int = opt(3, "K: turns an episode may take", least=1)
-    context: str = opt("append", "psi, how c_k is built", choices=("append", "template"))
+    max_turns: int = opt(3, "K: turns an episode may take", least=1, why="an episode has at least one turn")
+    context: str = opt("append", "psi, how c_k is built", choices=("append", "template", "window", "summary"))
+    window: int = opt(1, "turns that context=window keeps beside the task", least=1)
+    train_context: str = opt("recorded", "what the learner scores a response in: the context that the engine saw, or the whole conversation "
+                             "concatenated, which is another one unless context=append", choices=("recorded", "concatenated"))
     step_timeout: float = opt(60.0, "seconds that one environment step may take", above=0)
 
 
 @dataclass(kw_only=True)
 class AlgorithmConfig:
-    name: str = opt("rtpo", "which method", choices=tuple(algorithms.REGISTRY))
-    n_trunks: int = opt(1, "trunks a task", least=1)
-    n_siblings: int = opt(8, "siblings a boundary; the paper's G - 1", least=2)
-    clip_low: float = opt(0.2, "ratio is clipped below 1 - clip_low", above=0)
-    clip_high: float = opt(0.2, "ratio is clipped above 1 + clip_high", above=0)
-    epochs: int = opt(1, "passes over a stage's samples", least=1)
-    minibatches: int = opt(1, "optimizer steps a pass", least=1)
+    name: str = opt("rtpo", f"which method: {', '.join(algorithms.REGISTRY)}, or file.py:Class")
+    args: dict[str, Any] = field(default_factory=dict, metadata={"doc": "options of the method, listed below"})
 
 
 @dataclass(kw_only=True)
@@ -154,7 +151,8 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, value, spec in walk(self):
-            _check_field(name, value, spec)
+            if wrong := complaint(value, spec):
+                raise ConfigError(f"field {name} is {wrong}")
         _check_together(self)
 
 
@@ -173,14 +171,15 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, learn
 
     `learn`: whether the learner ranks must fit the cluster too.
     """
-    schema = OmegaConf.structured(Config)
     layers: list[tuple[str, DictConfig]] = []
     if path is not None:
-        layers.append((str(path), _read_yaml(Path(path))))
-    for override in overrides:
-        if "=" not in override or override.startswith("-"):
-            raise ConfigError(f"override {override!r}: expected section.field=value, for example algorithm.n_siblings=4")
-        layers.append((f"override {override!r}", _parse_override(override)))
+        layers.append((str(path), read_yaml(Path(path))))
+    return load_layers([*layers, *parse_overrides(overrides)], learn=learn)
+
+
+def load_layers(layers: Sequence[tuple[str, DictConfig]], *, learn: bool = True) -> Config:
+    """Defaults, then every layer (origin for messages, content) in order. Raises ConfigError."""
+    schema = OmegaConf.structured(Config)
     for origin, layer in layers:
         _refuse_unknown(layer, Config, "", origin)
         try:
@@ -194,6 +193,16 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, learn
     assert isinstance(config, Config)
     _check_placement(config, learn)
     return config
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, DictConfig]]:
+    """`section.field=value` as layers. Raises ConfigError."""
+    layers = []
+    for override in overrides:
+        if "=" not in override or override.startswith("-"):
+            raise ConfigError(f"override {override!r}: expected section.field=value, for example learner.lr=1e-5")
+        layers.append((f"override {override!r}", _parse_override(override)))
+    return layers
 
 
 def to_yaml(config: Config) -> str:
@@ -217,10 +226,26 @@ def describe() -> str:
         choices = spec.metadata["choices"] if "choices" in spec.metadata else ()
         shown = value if value != "" else '""'
         lines.append(f"  {name}={shown}\n      {spec.metadata['doc']}" + (f" ({' | '.join(choices)})" if choices else ""))
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_describe_methods()])
 
 
-def _read_yaml(path: Path) -> DictConfig:
+def _describe_methods() -> list[str]:
+    """Options that all methods have, and those of every method that differ."""
+    common = {spec.name: spec for spec in dataclasses.fields(Algorithm)}
+    lines = ["algorithm.args of every method:", *(_option(spec) for spec in common.values())]
+    for name, cls in algorithms.REGISTRY.items():
+        own = [spec for spec in dataclasses.fields(cls) if spec.name not in common or spec.default != common[spec.name].default]
+        lines += [f"algorithm.args of {name}:", *(_option(spec) for spec in own)]
+    return lines
+
+
+def _option(spec: dataclasses.Field[Any]) -> str:
+    choices = f" ({' | '.join(spec.metadata['choices'])})" if spec.metadata["choices"] else ""
+    return f"  {spec.name}={spec.default}\n      {spec.metadata['doc']}{choices}"
+
+
+def read_yaml(path: Path) -> DictConfig:
+    """The file as a layer. Raises ConfigError."""
     if not path.is_file():
         known = sorted(str(p) for p in Path("conf").glob("**/*.yaml"))
         raise ConfigError(f"config file {str(path)!r} does not exist; the project's own are {', '.join(known) or 'under conf/'}")
@@ -267,35 +292,15 @@ def _explain(error: Exception, layer: DictConfig, origin: str) -> str:
     return f"{origin}: field {name} is {value!r}; expected {wanted}"
 
 
-def _check_field(name: str, value: Any, spec: dataclasses.Field[Any]) -> None:
-    meta = spec.metadata
-    if meta.get("choices") and value not in meta["choices"]:
-        raise ConfigError(f"field {name} is {value!r}; valid choices: {', '.join(meta['choices'])}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"field {name} is {value}; expected a finite number")
-    if meta.get("least") is not None and value < meta["least"]:
-        raise ConfigError(f"field {name} is {value}; expected at least {meta['least']}{_why(name)}")
-    if meta.get("above") is not None and value <= meta["above"]:
-        raise ConfigError(f"field {name} is {value}; expected more than {meta['above']}")
-
-
-def _why(name: str) -> str:
-    return {
-        "algorithm.n_siblings": " (one sibling is its own baseline, so its advantage is always 0)",
-        "environment.max_turns": " (an episode has at least one turn)",
-    }.get(name, "")
-
-
 def _check_together(config: Config) -> None:
     """Fields that exclude each other."""
     environment, sampling, generators = config.environment, config.sampling, config.generators
     _check_environment_args(environment)
+    _check_algorithm(config)
     if not config.run.name.isprintable() or not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
         raise ConfigError(f"field run.name is {config.run.name!r}; expected a plain folder name")
     if config.warm_start.noise > 1:
         raise ConfigError(f"field warm_start.noise is {config.warm_start.noise}; expected a probability in [0, 1]")
-    if config.algorithm.clip_low >= 1:
-        raise ConfigError(f"field algorithm.clip_low is {config.algorithm.clip_low}; expected less than 1, since a ratio is never below 0")
     for name in ("beta1", "beta2"):
         if getattr(config.learner, name) >= 1:
             raise ConfigError(f"field learner.{name} is {getattr(config.learner, name)}; expected a share in [0, 1)")
@@ -324,7 +329,17 @@ def _check_together(config: Config) -> None:
                           f"generators.max_model_len ({generators.max_model_len}), or the longest sample would not fit")
 
 
-_PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+def _check_algorithm(config: Config) -> None:
+    """Build the method once: it knows what is valid."""
+    name, args = config.algorithm.name, dict(config.algorithm.args)
+    try:
+        algorithms.find(name)
+    except ValueError as error:
+        raise ConfigError(f"field algorithm.name is {error}") from error
+    try:
+        algorithms.make(name, args).check(config.environment.max_turns)
+    except ValueError as error:
+        raise ConfigError(f"field algorithm.args.{error}") from error
 
 
 def _check_environment_args(environment: EnvironmentConfig) -> None:
@@ -335,7 +350,7 @@ def _check_environment_args(environment: EnvironmentConfig) -> None:
         if key not in parameters:
             raise ConfigError(f"unknown field environment.args.{key} for environment {environment.name!r}; valid: {', '.join(parameters)}")
         hint = str(parameters[key].annotation)
-        if hint in _PLAIN and type(value) not in _PLAIN[hint]:
+        if hint in PLAIN and type(value) not in PLAIN[hint]:
             raise ConfigError(f"field environment.args.{key} is {value!r}; expected {hint}")
     try:
         built = cls(**environment.args)

@@ -85,6 +85,8 @@ class TurnRecord:
     tool_calls: int = 0
     malformed_calls: int = 0
     cached_prompt_tokens: int = 0
+    kind: str = "action"  # or "summary": the model's own account of the turn, sampled after its observation
+    train_context_ids: tuple[int, ...] = ()  # where the learner scores the response when that is not c_k; empty: in c_k
 
     def __post_init__(self) -> None:
         if not self.context_ids or not self.response_ids:
@@ -116,10 +118,11 @@ class Rollout:
 
     rollout_id: str
     task_id: str
-    turns: tuple[TurnRecord, ...]  # [K']; a sibling's first is the turn that is trained
+    turns: tuple[TurnRecord, ...]  # [K'] records in order; a sibling's begin at its boundary
     boundaries: tuple[Boundary, ...] = ()  # of trunks only, one a realised turn
     end: str = "terminated"  # terminated | truncated | overlong | failed
     failure: str = ""  # first error message when end == "failed"
+    parent: str = ""  # rollout id of the trunk whose boundary it started from; empty: from the task itself
 
     @property
     def returns_to_go(self) -> float:
@@ -134,25 +137,30 @@ def failed_rollout(rollout_id: str, task_id: str, failure: str) -> Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Siblings of one boundary: same c_k, same environment state, same weights."""
+    """Rollouts that share a baseline: the siblings of one boundary (same c_k, same environment state), or all rollouts of a task."""
 
-    group_id: str  # task/trunk/turn
+    group_id: str  # task/trunk/turn, or the task
     task_id: str
-    turn: int
+    turn: int | None  # the turn that is trained; None: all of them
     siblings: tuple[Rollout, ...]  # [N]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One response to train on. `weight` is the sibling's share of its group (1/N), spread evenly over its T tokens."""
+    """One response to train on. `weight` is its share of its group's objective, spread evenly over its T tokens; with weight 0 it is
+    scored but not trained."""
 
-    sample_id: str
+    sample_id: str  # rollout:turn
     context_ids: Sequence[int]  # [C]
     context_hash: str
     response_ids: Sequence[int]  # [T]
     engine_logprobs: Sequence[float]  # [T]
     advantage: float
     weight: float
+    rollout_id: str = ""
+    group_id: str = ""
+    turn: int = 0
+    reward: float = 0.0  # r_k
 
     def __post_init__(self) -> None:
         if len(self.response_ids) != len(self.engine_logprobs) or not len(self.response_ids):

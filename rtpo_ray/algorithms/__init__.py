@@ -1,19 +1,83 @@
-"""The methods by name."""
+"""The methods by name. One from elsewhere is named by its file and class: `algorithm.name=my_method.py:MyMethod`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from rtpo_ray.algorithms.arpo import Arpo
 from rtpo_ray.algorithms.base import Algorithm
+from rtpo_ray.algorithms.dapo import Dapo
+from rtpo_ray.algorithms.drgrpo import DrGrpo
+from rtpo_ray.algorithms.gigpo import GiGpo
+from rtpo_ray.algorithms.grpo import Grpo
+from rtpo_ray.algorithms.gspo import Gspo
+from rtpo_ray.algorithms.ppo import Ppo
+from rtpo_ray.algorithms.refuel import Refuel
+from rtpo_ray.algorithms.rloo import Rloo
 from rtpo_ray.algorithms.rtpo import Rtpo
+from rtpo_ray.algorithms.seeupo import SeeUpo
+from rtpo_ray.algorithms.treegrpo import TreeGrpo
+from rtpo_ray.options import PLAIN, complaint
 
 if TYPE_CHECKING:
     from rtpo_ray.config import AlgorithmConfig
 
-REGISTRY: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {"rtpo": Rtpo}
+REGISTRY: dict[str, type[Algorithm]] = {
+    "rtpo": Rtpo, "seeupo": SeeUpo, "grpo": Grpo, "drgrpo": DrGrpo, "dapo": Dapo, "rloo": Rloo, "gspo": Gspo, "ppo": Ppo,
+    "treegrpo": TreeGrpo, "arpo": Arpo, "gigpo": GiGpo, "refuel": Refuel}
 
 
 def build(config: AlgorithmConfig) -> Algorithm:
-    """The method that `config.name` asks for."""
-    return REGISTRY[config.name](config)
+    """The method that `config` names, with its options. Raises ValueError for an unknown method or option, or an impossible value."""
+    return make(config.name, dict(config.args))
+
+
+def make(name: str, args: dict[str, Any]) -> Algorithm:
+    """The same from a name and options."""
+    cls = find(name)
+    fields = {spec.name: spec for spec in dataclasses.fields(cls)}
+    for key, value in args.items():
+        if key not in fields:
+            close = difflib.get_close_matches(str(key), fields, n=1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            raise ValueError(f"{key} is no option of {name}{meant}; valid: {', '.join(fields)}")
+        hint = getattr(fields[key].type, "__name__", str(fields[key].type))
+        if hint in PLAIN and type(value) not in PLAIN[hint]:
+            raise ValueError(f"{key} is {value!r}; expected {hint}")
+        if wrong := complaint(value, fields[key]):
+            raise ValueError(f"{key} is {wrong}")
+    return cls(**args)
+
+
+def find(name: str) -> type[Algorithm]:
+    """The class of a registered name or of `file.py:Class`. Raises ValueError when there is none."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    path, _, attribute = name.rpartition(":")
+    if not path.endswith(".py"):
+        close = difflib.get_close_matches(name, REGISTRY, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ValueError(f"{name!r} is no known method{hint}; valid: {', '.join(REGISTRY)}, or file.py:Class for one of your own")
+    if not Path(path).is_file():
+        raise ValueError(f"{name!r}: no file {path} in {Path.cwd()}")
+    found = getattr(_load(str(Path(path).resolve())), attribute, None)
+    if not (isinstance(found, type) and issubclass(found, Algorithm) and dataclasses.is_dataclass(found)):
+        raise ValueError(f"{name!r}: {path} defines no dataclass {attribute} that extends rtpo_ray.algorithms.base.Algorithm")
+    return found
+
+
+@functools.cache
+def _load(path: str) -> Any:
+    """The module in the file `path`; every process loads it for itself, so that nothing of it must be pickled."""
+    spec = importlib.util.spec_from_file_location(f"rtpo_ray_method_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None, f"{path} is no Python file"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

@@ -4,31 +4,57 @@ Turns are trained from the last to the first. At turn k every sibling starts fro
 the end by the policy that the later stages have already improved, so its return-to-go is an on-policy sample of Q(S_k, l_k).
 Siblings are the group and its baseline, V_k = mean_j R_j (self included); the advantage R_j - V_k is not divided by a standard
 deviation. Trunks only place the boundaries: they carry no gradient and enter no baseline.
+
+Off-policy ablation: with `sync_every` other than 1 the generators fall behind the learner within a sweep, the ratio's denominator is
+then whoever sampled, and `rho_min`, `rho_max` bound the weight of the stale continuation, Q = r + clamp(prod rho, rho_min, rho_max) F.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
-from rtpo_ray.algorithms.base import ClippedSurrogate, Stage
+from rtpo_ray.algorithms.base import Algorithm, Credit, Objective, Stage
+from rtpo_ray.algorithms.credit import centred, own_turn, returns
+from rtpo_ray.options import opt
+from rtpo_ray.types import Group
 
-if TYPE_CHECKING:
-    from rtpo_ray.config import AlgorithmConfig
 
+@dataclass(frozen=True, kw_only=True)
+class Rtpo(Algorithm):
+    n_siblings: int = opt(8, "siblings a boundary; the paper's G - 1", least=2, why="one sibling is its own baseline, so its advantage is always 0")
+    sync_every: int = opt(1, "stages between weight pushes to the generators; 0: only after the sweep", least=0)
+    rho_min: float = opt(1.0, "the continuation's return is weighed by its ratio, at least this; 1 and 1: unweighed", least=0)
+    rho_max: float = opt(1.0, "the same, at most this", above=0)
+    reuse_trunk_at_last_turn: bool = opt(False, "at turn K-1 the weights are still the trunk's: it is one of the siblings")
+    merge_groups: bool = opt(False, "boundaries of a task with the same context and state (turn 0 of several trunks) share one baseline")
 
-class Rtpo:
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self.n_trunks = config.n_trunks
-        self.n_siblings = config.n_siblings
-        self.objective = ClippedSurrogate(
-            clip_low=config.clip_low, clip_high=config.clip_high, epochs=config.epochs, minibatches=config.minibatches)
+    branching = True
 
-    def stages(self, max_turns: int) -> list[Stage]:
+    def check(self, max_turns: int) -> None:
+        super().check(max_turns)
+        if self.rho_min > self.rho_max:
+            raise ValueError(f"rho_min is {self.rho_min} and rho_max is {self.rho_max}; expected rho_min <= rho_max")
+        if self.sync_every == 1 and not self._unweighed:
+            raise ValueError(f"rho_min is {self.rho_min} and rho_max is {self.rho_max} with sync_every 1; continuations are on-policy then: "
+                             "leave both at 1, or set sync_every to 0 or more than 1")
+
+    @property
+    def _unweighed(self) -> bool:
+        return self.rho_min == self.rho_max == 1.0
+
+    @property
+    def objective(self) -> Objective:
+        return replace(super().objective, old_policy="learner" if self.sync_every == 1 else "engine",
+                       continuation_clamp=None if self._unweighed else (self.rho_min, self.rho_max))
+
+    def stages(self, max_turns: int) -> Sequence[Stage]:
         """K-1 down to 0."""
-        return [Stage(turn=turn, n_siblings=self.n_siblings) for turn in reversed(range(max_turns))]
+        return [Stage(turn=turn, n_siblings=self.n_siblings, baseline="boundary", merge=self.merge_groups,
+                      with_trunk=self.reuse_trunk_at_last_turn and turn == max_turns - 1,
+                      publish=self.sync_every > 0 and (max_turns - turn) % self.sync_every == 0)
+                for turn in reversed(range(max_turns))]
 
-    def credit(self, returns: Sequence[float]) -> list[float]:
-        """A_j = R_j - mean(R)."""
-        baseline = sum(returns) / len(returns)
-        return [value - baseline for value in returns]
+    def credit(self, group: Group) -> Sequence[Credit]:
+        """A_j = R_j - mean(R), on the group's turn."""
+        return own_turn(group, centred(returns(group)))

@@ -22,12 +22,13 @@ class Lookup(ToolEnvironment):
     entities: size of a task's knowledge base, taken at random from the 26 known names; a guess is right once in so many.
     relations: how many of the 4 relations are in use.
     replay: branch by replaying recorded responses instead of copying the state.
+    budget: look-ups that an episode allows, failed ones included; 0: any number.
     """
 
     instant = True
     constant = ("facts",)
 
-    def __init__(self, hops: int = 2, entities: int = 8, relations: int = 4, replay: bool = False) -> None:
+    def __init__(self, hops: int = 2, entities: int = 8, relations: int = 4, replay: bool = False, budget: int = 0) -> None:
         super().__init__()
         if hops < 1:
             raise ValueError(f"hops is {hops}; expected at least 1")
@@ -35,22 +36,27 @@ class Lookup(ToolEnvironment):
             raise ValueError(f"entities is {entities}; expected 2 to {len(NAMES)}")
         if not 1 <= relations <= len(RELATIONS):
             raise ValueError(f"relations is {relations}; expected 1 to {len(RELATIONS)}")
-        self.hops, self.n_entities, self.relations, self.replay = hops, entities, RELATIONS[:relations], replay
+        if budget < 0:
+            raise ValueError(f"budget is {budget}; expected at least 0 (no limit)")
+        self.hops, self.n_entities, self.relations, self.budget, self.replay = hops, entities, RELATIONS[:relations], budget, replay
         self.facts: dict[str, dict[str, str]] = {}
         self.path: tuple[str, ...] = ()
         self.start = ""
         self.seen: list[str] = []  # results of the look-ups so far, for the demonstrations
+        self.spent = 0  # of the budget
 
     def check(self, max_turns: int) -> None:
         if max_turns < self.hops + 1:
             raise ValueError(f"{self.hops} hops need {self.hops + 1} turns with the answer, but environment.max_turns is {max_turns}")
+        if self.budget and self.budget < self.hops:
+            raise ValueError(f"{self.hops} hops need {self.hops} look-ups, but budget is {self.budget}")
 
     def reset(self, seed: int) -> Observation:
         self.rng = random.Random(seed)
         names = self.rng.sample(NAMES, self.n_entities)
         self.facts = {name: {relation: self.rng.choice(names) for relation in self.relations} for name in names}
         self.path = tuple(self.rng.choice(self.relations) for _ in range(self.hops))
-        self.start, self.seen = self.rng.choice(names), []
+        self.start, self.seen, self.spent = self.rng.choice(names), [], 0
         chain = " of the ".join(reversed(self.path))
         return Observation(f"Who is the {chain} of {self.start}?")
 
@@ -70,6 +76,10 @@ class Lookup(ToolEnvironment):
             entity: whose
             relation: which
         """
+        if self.budget:
+            if self.spent == self.budget:
+                return "no look-ups left"
+            self.spent += 1
         if entity not in self.facts:
             return f"no entity {entity}"
         if relation not in self.relations:

@@ -2,16 +2,22 @@
 
     builder = Append(template); builder.start(system, tools, first); builder.context()  -> c_0
     builder.extend(response_ids, observation);                       builder.context()  -> c_1
+
+A builder that keeps summaries wants one between the two: `summary_request()` is the context to sample it in, `summarise(ids)` takes it.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rtpo_ray.environments.base import Observation
+
+SUMMARY_REQUEST = "Sum up this turn in one sentence: what you did and what you learned."
+SUMMARIES = "Turns so far:"  # heads the list of summaries in the first message
 
 
 class Tokenizer(Protocol):
@@ -74,14 +80,49 @@ class ChatTemplate:
             if full.startswith(head) and full[len(stable):].startswith(eos):
                 return self.encode(full[len(stable) + (len(eos) if closed else 0):])
         raise ValueError(f"the chat template rewrites an earlier message when a {observation.role!r} message follows, or does not end it "
-                         f"with {eos!r}; set environment.context=template")
+                         f"with {eos!r}; set environment.context=template, environment.train_context=recorded")
 
 
-class Append:
-    """c_{k+1} = c_k + l_k + the tokens of f_k: what was sampled stays as it was sampled."""
+class ContextBuilder(ABC):
+    """From what has happened to c_k. `snapshot` and `restore` cover everything that `start` and later calls set."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
+
+    @abstractmethod
+    def start(self, system: str, tools: list[dict[str, Any]], first: Observation) -> None:
+        """Forget what was, and open an episode."""
+
+    @abstractmethod
+    def context(self) -> list[int]:
+        """c_k [C], the token ids that the model sees next."""
+
+    @abstractmethod
+    def extend(self, response_ids: Sequence[int], observation: Observation) -> None:
+        """Take the turn that was just played: l_k [T] and f_k."""
+
+    @abstractmethod
+    def snapshot(self) -> Any:
+        """The whole state, to be pickled; later calls do not change it."""
+
+    @abstractmethod
+    def restore(self, snapshot: Any) -> None:
+        """Take back a state that `snapshot` made; the snapshot can be restored many times."""
+
+    def summary_request(self) -> list[int] | None:
+        """The context [C] in which the model sums the last turn up; None when no summary is wanted."""
+        return None
+
+    def summarise(self, response_ids: Sequence[int]) -> None:
+        """Take the summary [T] that was asked for. Raises TypeError where `summary_request` is always None."""
+        raise TypeError(f"{type(self).__name__} keeps no summaries")
+
+
+class Append(ContextBuilder):
+    """c_{k+1} = c_k + l_k + the tokens of f_k: what was sampled stays as it was sampled."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        super().__init__(template)
         self._ids: list[int] = []
 
     def start(self, system: str, tools: list[dict[str, Any]], first: Observation) -> None:
@@ -101,35 +142,106 @@ class Append:
         self._ids = list(snapshot)
 
 
-class Template:
+class Template(ContextBuilder):
     """c_k is the whole chat rendered anew, so a template may drop or rewrite what came before (Qwen3 drops earlier thoughts)."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
-        self._messages: list[dict[str, Any]] = []
+        super().__init__(template)
+        self._opening: list[dict[str, Any]] = []
+        self._turns: list[dict[str, Any]] = []  # two messages a turn: response, observation
         self._tools: list[dict[str, Any]] = []
 
     def start(self, system: str, tools: list[dict[str, Any]], first: Observation) -> None:
-        self._messages, self._tools = _opening(system, first), tools
+        self._opening, self._turns, self._tools = _opening(system, first), [], tools
 
     def context(self) -> list[int]:
-        return self._template.encode(self._template.render(self._messages, self._tools, prompt=True))
+        return self._render(self._messages())
 
     def extend(self, response_ids: Sequence[int], observation: Observation) -> None:
-        self._messages.append({"role": "assistant", "content": self._template.response_text(response_ids)})
-        self._messages.append({"role": observation.role, "content": observation.text})
+        self._turns.append({"role": "assistant", "content": self._template.response_text(response_ids)})
+        self._turns.append({"role": observation.role, "content": observation.text})
 
     def snapshot(self) -> Any:
-        return copy.deepcopy((self._messages, self._tools))
+        return copy.deepcopy((self._opening, self._turns, self._tools))
 
     def restore(self, snapshot: Any) -> None:
-        self._messages, self._tools = copy.deepcopy(snapshot)
+        self._opening, self._turns, self._tools = copy.deepcopy(snapshot)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        return [*self._opening, *self._turns]
+
+    def _render(self, messages: list[dict[str, Any]]) -> list[int]:
+        return self._template.encode(self._template.render(messages, self._tools, prompt=True))
 
 
-ContextBuilder = Append | Template
-BUILDERS: dict[str, type[Append] | type[Template]] = {"append": Append, "template": Template}
+class Window(Template):
+    """c_k is the opening and the last `window` turns, rendered anew. Raises ValueError when `window` is below 1."""
+
+    def __init__(self, template: ChatTemplate, window: int) -> None:
+        if window < 1:
+            raise ValueError(f"window is {window}; expected at least 1")
+        super().__init__(template)
+        self._window = window
+
+    def extend(self, response_ids: Sequence[int], observation: Observation) -> None:
+        super().extend(response_ids, observation)
+        del self._turns[: -2 * self._window]
+
+
+class Summary(Template):
+    """c_k is the opening and the model's own summaries of turns 0..k-1, listed at the end of the opening's last message.
+
+    No message of its own, so that user and assistant alternate as some templates demand. Until a turn is summed up it stays raw.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        super().__init__(template)
+        self._summaries: list[str] = []
+
+    def start(self, system: str, tools: list[dict[str, Any]], first: Observation) -> None:
+        super().start(system, tools, first)
+        self._summaries = []
+
+    def summary_request(self) -> list[int] | None:
+        return self._render(_say(self._messages(), SUMMARY_REQUEST)) if self._turns else None
+
+    def summarise(self, response_ids: Sequence[int]) -> None:
+        """Keep the summary on one line and without its thought: chat templates drop thoughts from assistant messages only."""
+        text = self._template.response_text(response_ids).rpartition("</think>")[2]
+        self._summaries.append(" ".join(text.split()))
+        self._turns = []
+
+    def snapshot(self) -> Any:
+        return super().snapshot(), list(self._summaries)
+
+    def restore(self, snapshot: Any) -> None:
+        chat, summaries = snapshot
+        super().restore(chat)
+        self._summaries = list(summaries)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        if not self._summaries:
+            return super()._messages()
+        return [*_say(self._opening, "\n- ".join([SUMMARIES, *self._summaries])), *self._turns]
+
+
+BUILDERS: dict[str, type[ContextBuilder]] = {"append": Append, "template": Template, "window": Window, "summary": Summary}
+
+
+def build_context(name: str, template: ChatTemplate, window: int) -> ContextBuilder:
+    """The builder of that name; `window` counts for "window" alone. Raises ValueError for a window below 1."""
+    builder = BUILDERS[name]
+    return builder(template, window) if issubclass(builder, Window) else builder(template)
 
 
 def _opening(system: str, first: Observation) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": system}] if system else []
     return [*messages, {"role": first.role, "content": first.text}]
+
+
+def _say(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The messages with `text` said by the user at the end: inside the last message where that is the user's, else as a new one."""
+    last = messages[-1]
+    if last["role"] == "user":
+        return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{text}"}]
+    return [*messages, {"role": "user", "content": text}]

@@ -11,7 +11,7 @@ from typing import Any
 
 from rtpo_ray.engines.base import Engine
 from rtpo_ray.environments.base import Environment, Step
-from rtpo_ray.episodes.contexts import BUILDERS, ChatTemplate
+from rtpo_ray.episodes.contexts import Append, ChatTemplate, build_context
 from rtpo_ray.errors import ContextMismatch
 from rtpo_ray.types import Boundary, Completion, Rollout, Sampling, Task, TurnRecord, context_hash, derive_seed
 
@@ -25,17 +25,20 @@ class EpisodeSettings:
     max_response_tokens: int
     max_model_len: int
     step_timeout: float  # seconds
+    window: int = 1  # turns that context="window" keeps
+    train_context: str = "recorded"  # where actions are scored: "recorded": in c_k; "concatenated": in the raw turns as Append lays them out
 
 
 class Episode:
-    """State of one episode: environment + context builder + turn. `snapshot` and `restore` cover all of it.
+    """State of one episode: environment + context builders + turn. `boundary` and `restore` cover all of it.
 
     An environment with `replay = True` is rebuilt from its seed and the responses so far; state hashes are compared either way.
     """
 
     def __init__(self, make_environment: Callable[[], Environment], template: ChatTemplate, settings: EpisodeSettings) -> None:
         self._environment = make_environment()
-        self._builder = BUILDERS[settings.context](template)
+        self._builder = build_context(settings.context, template, settings.window)
+        self._builders = (self._builder, Append(template)) if settings.train_context == "concatenated" else (self._builder,)  # the last: for training
         self._template = template
         self._settings = settings
         self._seed = 0
@@ -46,7 +49,8 @@ class Episode:
         """Start a task from its first observation."""
         self._seed, self._texts, self.turn = task.seed, [], 0
         first = self._environment.reset(task.seed)
-        self._builder.start(self._environment.system, self._environment.tools(), first)
+        for builder in self._builders:
+            builder.start(self._environment.system, self._environment.tools(), first)
 
     def context(self) -> list[int]:
         """c_k, the token ids that the model sees next."""
@@ -55,13 +59,14 @@ class Episode:
     def boundary(self) -> Boundary:
         """S_k, to be restored anywhere in the cluster."""
         environment = (self._seed, self._texts) if self._environment.replay else self._environment.snapshot()
-        blob = pickle.dumps((self.turn, self._seed, self._texts, environment, self._builder.snapshot()))
+        contexts = [builder.snapshot() for builder in self._builders]
+        blob = pickle.dumps((self.turn, self._seed, self._texts, environment, contexts))
         return Boundary(turn=self.turn, context_hash=context_hash(self._builder.context()),
                         state_hash=self._environment.state_hash(), snapshot=blob)
 
     def restore(self, boundary: Boundary) -> None:
         """Become the episode of `boundary`. Raises ContextMismatch when state or context differ from the recorded ones."""
-        self.turn, self._seed, texts, environment, builder = pickle.loads(boundary.snapshot)
+        self.turn, self._seed, texts, environment, contexts = pickle.loads(boundary.snapshot)
         self._texts = list(texts)
         if self._environment.replay:
             self._environment.reset(self._seed)
@@ -69,7 +74,8 @@ class Episode:
                 self._environment.step(text)
         else:
             self._environment.restore(environment)
-        self._builder.restore(builder)
+        for builder, snapshot in zip(self._builders, contexts, strict=True):
+            builder.restore(snapshot)
         state, context = self._environment.state_hash(), context_hash(self._builder.context())
         if state != boundary.state_hash:
             raise ContextMismatch(f"turn {self.turn}: restored environment has state hash {state}, the trunk had {boundary.state_hash}; "
@@ -83,26 +89,43 @@ class Episode:
         boundaries: list[Boundary] = []
         end = "truncated"
         while self.turn < self._settings.max_turns:
-            context = self._builder.context()
-            room = self._settings.max_model_len - len(context)
-            if room < 1:
+            contexts = [builder.context() for builder in self._builders]
+            sampling = self._sampling(max(contexts, key=len), temperature, derive_seed(seed, self.turn))
+            if sampling is None:
                 end = "overlong"
                 break
             if keep_boundaries:
                 boundaries.append(await self.off_loop("snapshot", self.boundary))
-            sampling = Sampling(temperature=temperature, max_tokens=min(room, self._settings.max_response_tokens),
-                                stop_token_ids=(self._template.tokenizer.eos_token_id,), seed=derive_seed(seed, self.turn))
-            completion = await engine.generate(context, sampling)
+            completion = await engine.generate(contexts[0], sampling)
             text = self._template.response_text(completion.token_ids)
             state_hash, step = await self._step(text)
-            turns.append(_record(self.turn, context, completion, sampling, step, state_hash))
+            trained = () if contexts[-1] == contexts[0] else tuple(contexts[-1])
+            turns.append(_record(self.turn, contexts[0], completion, sampling, step, state_hash, train_context_ids=trained))
             self.turn += 1
             if step.observation is None:
                 end = "terminated" if step.terminated else "truncated"
                 break
             self._texts.append(text)
-            self._builder.extend(completion.token_ids, step.observation)
+            for builder in self._builders:
+                builder.extend(completion.token_ids, step.observation)
+            request = self._builder.summary_request() if self.turn < self._settings.max_turns else None
+            if request is not None:
+                sampling = self._sampling(request, temperature, derive_seed(seed, self.turn - 1, "summary"))
+                if sampling is None:
+                    end = "overlong"
+                    break
+                completion = await engine.generate(request, sampling)
+                self._builder.summarise(completion.token_ids)
+                turns.append(_record(self.turn - 1, request, completion, sampling, Step(), state_hash, kind="summary"))
         return Rollout(rollout_id=rollout_id, task_id=task_id, turns=tuple(turns), boundaries=tuple(boundaries), end=end)
+
+    def _sampling(self, context: Sequence[int], temperature: float, seed: int) -> Sampling | None:
+        """How to sample the response to `context`, the longest one that it must fit; None when there is no room for a token."""
+        room = self._settings.max_model_len - len(context)
+        if room < 1:
+            return None
+        return Sampling(temperature=temperature, max_tokens=min(room, self._settings.max_response_tokens),
+                        stop_token_ids=(self._template.tokenizer.eos_token_id,), seed=seed)
 
     async def _step(self, text: str) -> tuple[str, Step]:
         """One environment step, checked: (hash of the state before it, what came of it)."""
@@ -129,11 +152,13 @@ class Episode:
             raise TimeoutError(f"{what} took longer than environment.step_timeout ({self._settings.step_timeout:g} s) at turn {self.turn}") from error
 
 
-def _record(turn: int, context: Sequence[int], completion: Completion, sampling: Sampling, step: Step, state_hash: str) -> TurnRecord:
+def _record(turn: int, context: Sequence[int], completion: Completion, sampling: Sampling, step: Step, state_hash: str, *,
+            kind: str = "action", train_context_ids: tuple[int, ...] = ()) -> TurnRecord:
+    """A summary's `state_hash` is its turn's: of S_k, the boundary before l_k."""
     return TurnRecord(
         turn=turn, context_ids=tuple(context), context_hash=context_hash(context), response_ids=completion.token_ids,
         engine_logprobs=completion.logprobs, weight_version=completion.weight_version, seed=sampling.seed,
         temperature=sampling.temperature, finish_reason=completion.finish_reason,
         observation=step.observation.text if step.observation else "", reward=step.reward, state_hash=state_hash,
         tool_calls=int(step.info.get("tool_calls", 0)), malformed_calls=int(step.info.get("malformed_calls", 0)),
-        cached_prompt_tokens=completion.cached_prompt_tokens)
+        cached_prompt_tokens=completion.cached_prompt_tokens, kind=kind, train_context_ids=train_context_ids)

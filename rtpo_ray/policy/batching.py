@@ -3,6 +3,9 @@
 Which samples share a micro-batch is decided by (length, sample id), and which share an optimizer step by sample id and seed.
 Arrival order and the number of ranks therefore change neither.
 
+Responses of one rollout whose contexts grow by what came before (context=append) share one sequence: attention is causal, so each is
+scored exactly as if it stood alone, and the common prefix is computed once.
+
 Axes: B sequences, L padded length, M response tokens of a micro-batch.
 """
 
@@ -26,7 +29,7 @@ from rtpo_ray.types import Sample, context_hash
 class MicroBatch:
     """One forward and backward pass. Tokens are ordered by sample, then by position."""
 
-    sample_ids: tuple[str, ...]  # [B]; empty for a dummy
+    sample_ids: tuple[str, ...]  # in the order of the tokens; empty for a dummy
     input_ids: Tensor  # [B, L] int64, padded on the right
     rows: Tensor  # [M] int64, sequence of the token
     columns: Tensor  # [M] int64, position whose logits predict the token: its own position - 1
@@ -77,15 +80,40 @@ def length(sample: Sample) -> int:
     return len(sample.context_ids) + len(sample.response_ids)
 
 
+def sequences(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples that share a sequence, shortest first: each one's tokens begin the next one's context. The last is the whole sequence."""
+    found: list[list[Sample]] = []
+    open_ends: dict[str, list[Sample]] = {}  # the last sequence of a rollout
+    for sample in sorted(samples, key=lambda item: (length(item), item.sample_id)):
+        before = open_ends.get(sample.rollout_id) if sample.rollout_id else None
+        if before is not None and _begins(before[-1], sample):
+            before.append(sample)
+        else:
+            found.append([sample])
+            open_ends[sample.rollout_id] = found[-1]
+    return found
+
+
+def _begins(first: Sample, sample: Sample) -> bool:
+    """Whether the tokens of `first` are the beginning of the context of `sample`."""
+    split = len(first.context_ids)
+    context = np.asarray(sample.context_ids)
+    return (length(first) <= len(context) and np.array_equal(context[:split], np.asarray(first.context_ids))
+            and np.array_equal(context[split:length(first)], np.asarray(first.response_ids)))
+
+
 def plan_micro_batches(samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
     """Every sample once, in lists whose padded size B * L is at most `budget` tokens (the samples passed `check_samples`)."""
     batches: list[list[Sample]] = []
-    for sample in sorted(samples, key=lambda item: (length(item), item.sample_id)):
-        # Lengths rise, so this sample's length is the padded length of whatever batch it joins.
-        if batches and (len(batches[-1]) + 1) * length(sample) <= budget:
-            batches[-1].append(sample)
+    rows = 0  # of the last batch
+    for sequence in sorted(sequences(samples), key=lambda items: (length(items[-1]), items[-1].sample_id)):
+        # Lengths rise, so this sequence's length is the padded length of whatever batch it joins.
+        if batches and (rows + 1) * length(sequence[-1]) <= budget:
+            batches[-1] += sequence
+            rows += 1
         else:
-            batches.append([sample])
+            batches.append(list(sequence))
+            rows = 1
     return batches
 
 
@@ -102,21 +130,23 @@ def assign_steps(sample_ids: Iterable[str], minibatches: int, seed: int) -> dict
 def collate(samples: Sequence[Sample]) -> MicroBatch:
     """The tensors of one micro-batch, on the CPU."""
     counts = [len(sample.response_ids) for sample in samples]
-    input_ids = torch.zeros(len(samples), max(length(sample) for sample in samples), dtype=torch.int64)
-    columns, targets = [], []
-    for row, sample in enumerate(samples):
-        context, response = _ids(sample.context_ids), _ids(sample.response_ids)
-        input_ids[row, : length(sample)] = torch.cat([context, response])
-        columns.append(torch.arange(len(context), length(sample)) - 1)
-        targets.append(response)
+    order = {sample.sample_id: number for number, sample in enumerate(samples)}
+    laid = sorted(sequences(samples), key=lambda sequence: order[sequence[0].sample_id])
+    row_of = {sample.sample_id: row for row, sequence in enumerate(laid) for sample in sequence}
+    input_ids = torch.zeros(len(laid), max(length(sample) for sample in samples), dtype=torch.int64)
+    for row, sequence in enumerate(laid):
+        whole = sequence[-1]
+        input_ids[row, : length(whole)] = torch.cat([_ids(whole.context_ids), _ids(whole.response_ids)])
     index = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(counts))
     weights = torch.tensor([sample.weight / count for sample, count in zip(samples, counts, strict=True)], dtype=torch.float32)
     advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
     engine = np.concatenate([np.asarray(sample.engine_logprobs, dtype=np.float32) for sample in samples])
     return MicroBatch(
-        sample_ids=tuple(sample.sample_id for sample in samples), input_ids=input_ids, rows=index, columns=torch.cat(columns),
-        targets=torch.cat(targets), weights=weights[index], advantages=advantages[index], engine_logprobs=torch.from_numpy(engine),
-        sample_index=index)
+        sample_ids=tuple(sample.sample_id for sample in samples), input_ids=input_ids,
+        rows=torch.tensor([row_of[sample.sample_id] for sample in samples])[index],
+        columns=torch.cat([torch.arange(len(sample.context_ids), length(sample)) - 1 for sample in samples]),
+        targets=torch.cat([_ids(sample.response_ids) for sample in samples]), weights=weights[index], advantages=advantages[index],
+        engine_logprobs=torch.from_numpy(engine), sample_index=index)
 
 
 def dummy() -> MicroBatch:

@@ -1,4 +1,4 @@
-"""One rank of the learner: an FSDP2-sharded policy, its optimizer, and the update of one stage. No Ray in here.
+"""One rank of the learner: an FSDP2-sharded policy, its optimizer, scores, exports and checkpoints. No Ray in here.
 
 Every public method is collective: all ranks call it, in the same order. Ranks may hold different numbers of samples, also none;
 they agree on a number of micro-batches and fill up with dummies of weight 0, so the collectives inside FSDP2 match. A failure
@@ -11,7 +11,6 @@ samples fall in micro-batches or ranks.
 from __future__ import annotations
 
 import os
-import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,10 +25,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
+from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.errors import ContextMismatch, NonFiniteUpdate, RtpoError
-from rtpo_ray.objectives import clipped_surrogate, clipped_token_losses, k3
 from rtpo_ray.policy import modeling
-from rtpo_ray.policy.batching import MicroBatch, assign_steps, check_samples, check_unique, collate, dummy, plan_micro_batches
+from rtpo_ray.policy.batching import MicroBatch, check_samples, check_unique, collate, dummy, plan_micro_batches
+from rtpo_ray.policy.update import Update
 from rtpo_ray.types import Sample, UpdateResult, context_hash
 from rtpo_ray.weights.channel import TensorSpec
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from rtpo_ray.config import LearnerConfig  # read as plain attributes, so that a GPU machine needs no configuration library
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_SUMS = ("tokens", "gap", "absolute_gap", "k3", "loss", "clipped_tokens", "ratio_tokens", "positions")
 
 
 def init_distributed(rank: int, world_size: int, init_method: str, device: torch.device | str, timeout_seconds: float) -> None:
@@ -51,20 +50,18 @@ def init_distributed(rank: int, world_size: int, init_method: str, device: torch
 
 
 class Learner:
-    """See the module. Construct it after `init_distributed`."""
+    """See the module. Construct it after `init_distributed`. `policy`: what to train instead of the model in `model_path`."""
 
     def __init__(
         self,
         model_path: str,
         config: LearnerConfig,
         *,
+        objective: Objective,
         dtype: str,
-        clip_low: float,
-        clip_high: float,
-        epochs: int,
-        minibatches: int,
         temperature: float,
         device: torch.device | str,
+        policy: modeling.Policy | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
@@ -74,33 +71,32 @@ class Learner:
         self.device = torch.device(device)
         self.optimizer_steps = 0  # since the model was loaded; decides the warm-up
         self._config, self._dtype = config, dtype
-        self._clip = {"clip_low": clip_low, "clip_high": clip_high}
-        self._epochs, self._minibatches, self._temperature = epochs, minibatches, temperature
+        self.objective, self._temperature = objective, temperature
         self._refusals = 0  # consecutive
-        self.policy = modeling.shard(modeling.load_policy(model_path, self.device, DTYPES[dtype]), self.device)
+        self.policy = modeling.shard(policy or self._load(model_path, value_head=objective.critic is not None), self.device)
+        self._reference = modeling.shard(self._load(model_path).requires_grad_(False), self.device) if objective.kl_coef else None
         self._optimizer = self._build_optimizer()
 
-    def update(self, samples: Sequence[Sample], n_groups: int, seed: int) -> UpdateResult:
-        """Train on one stage: `epochs` passes of `minibatches` optimizer steps over this rank's `samples`.
+    def _load(self, model_path: str, value_head: bool = False) -> modeling.Policy:
+        return modeling.load_policy(model_path, self.device, DTYPES[self._dtype], value_head=value_head)
 
-        `n_groups`: groups of the whole stage over all ranks, the denominator of the mean over groups. `seed` decides how samples
-        fall in mini-batches. A step with a non-finite loss, log-probability or gradient is refused on all ranks and ends the
-        update. Raises ContextMismatch, ValueError (unusable sample) and, after `max_refused` refusals in a row, NonFiniteUpdate.
+    def update(self, samples: Sequence[Sample], n_groups: int, n_rollouts: int, seed: int) -> UpdateResult:
+        """Train on one stage: this rank's `samples`, as the objective says.
+
+        `n_groups`, `n_rollouts`: of the whole stage over all ranks, those without any advantage included; the denominators of means.
+        `seed` decides how samples fall in mini-batches. A step with a non-finite loss, log-probability or gradient is refused on all
+        ranks and ends the update. Raises ContextMismatch, ValueError (unusable sample) and, after `max_refused` refusals in a row,
+        NonFiniteUpdate.
         """
-        steps = self._plan_steps(samples, n_groups, seed)
-        totals = _Totals(self.device)
-        old = self._old_logprobs(samples, totals) if len(steps) > 1 else None
-        scale = self._minibatches / max(n_groups, 1)
-        grad_norms: list[float] = []
-        refused = ""
-        for step in steps:
-            grad_norm, refused = self._step(step, scale, old, totals)
-            grad_norms.append(grad_norm)
-            if refused:
-                break
-        taken = len(steps) if not refused else len(grad_norms) - 1
-        self._count_refusal(refused, bool(steps))
-        return totals.result(grad_norms, taken, refused)
+        with self.raised_together():
+            check_samples(samples, self._config.micro_batch_tokens)
+            if samples and n_groups < 1:
+                raise ValueError(f"n_groups is {n_groups} with {len(samples)} samples; expected at least 1")
+        everywhere = [name for names in self.gather([sample.sample_id for sample in samples]) for name in names]
+        check_unique(everywhere)
+        result = Update(self, samples, n_groups, n_rollouts, seed).run()
+        self._count_refusal(result.refused, bool(everywhere))
+        return result
 
     @torch.no_grad()
     def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
@@ -115,8 +111,8 @@ class Learner:
         ]
         check_samples(samples, self._config.micro_batch_tokens)
         found: dict[str, Tensor] = {}
-        for batch in self._micro_batches(samples):
-            found.update(batch.split(self._logprobs(batch)))
+        for batch in self.micro_batches(samples):
+            found.update(batch.split(self.forward(batch)[0]))
         return [found[sample.sample_id].tolist() for sample in samples]
 
     def parameters_manifest(self) -> list[TensorSpec]:
@@ -151,70 +147,9 @@ class Learner:
         dcp.load(state, checkpoint_id=path)  # parameters and moments are filled in place
         self.optimizer_steps = int(state["optimizer_steps"].item())
 
-    # --- the update, piece by piece
+    # --- what an update is made of
 
-    def _plan_steps(self, samples: Sequence[Sample], n_groups: int, seed: int) -> list[list[Sample]]:
-        """This rank's samples of every optimizer step; steps without a sample on any rank are left out."""
-        with self._raised_together():
-            check_samples(samples, self._config.micro_batch_tokens)
-            if samples and n_groups < 1:
-                raise ValueError(f"n_groups is {n_groups} with {len(samples)} samples; expected at least 1")
-        everywhere = [name for names in self._gather([sample.sample_id for sample in samples]) for name in names]
-        check_unique(everywhere)
-        steps = []
-        for epoch in range(self._epochs):
-            step_of = assign_steps(everywhere, self._minibatches, random.Random(f"{seed}/{epoch}").getrandbits(32))
-            for step in range(min(self._minibatches, len(everywhere))):
-                steps.append([sample for sample in samples if step_of[sample.sample_id] == step])
-        return steps
-
-    @torch.no_grad()
-    def _old_logprobs(self, samples: Sequence[Sample], totals: _Totals) -> dict[str, Tensor]:
-        """log pi_theta_old of every sample [T], before the first step changes theta."""
-        old: dict[str, Tensor] = {}
-        for batch in self._micro_batches(samples):
-            logprobs = self._logprobs(batch)
-            totals.add_gap(batch, logprobs)
-            old.update(batch.split(logprobs))
-        return old
-
-    def _step(self, samples: Sequence[Sample], scale: float, old: dict[str, Tensor] | None, totals: _Totals) -> tuple[float, str]:
-        """One optimizer step, or none. Returns (gradient norm, why it was refused or "").
-
-        `old`: log pi_theta_old by sample id; None: this is the only step, so theta_old is theta.
-        """
-        unusable: list[str] = []
-        for batch in self._micro_batches(samples):
-            logprobs = self._logprobs(batch)
-            if old is None or not batch.sample_ids:
-                old_logprobs = logprobs.detach()
-            else:
-                old_logprobs = torch.cat([old[name] for name in batch.sample_ids])
-            loss, metrics = clipped_surrogate(logprobs, old_logprobs, batch.advantages, batch.weights, **self._clip)
-            # FSDP2 averages gradients over ranks; the objective is a sum over them.
-            (loss * (scale * self.world_size)).backward()
-            if old is None:
-                totals.add_gap(batch, logprobs.detach())
-            totals.add_step(batch, loss.detach() * scale, metrics)
-            unusable += self._non_finite(batch, logprobs.detach(), old_logprobs)
-        names = sorted({name for names in self._gather(unusable) for name in names})
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        refused = f"samples {', '.join(names)}" if names else "" if grad_norm < float("inf") else "gradient norm"
-        if not refused:
-            self._optimizer.param_groups[0]["lr"] = self._learning_rate()
-            self._optimizer.step()
-            self.optimizer_steps += 1
-        self._optimizer.zero_grad()
-        return grad_norm, refused
-
-    def _non_finite(self, batch: MicroBatch, logprobs: Tensor, old_logprobs: Tensor) -> list[str]:
-        """Samples with a non-finite loss, or whose engine log-probabilities are not finite."""
-        losses, _ = clipped_token_losses(logprobs, old_logprobs, batch.advantages, **self._clip)
-        bad = ~torch.isfinite(losses * batch.weights + batch.engine_logprobs)
-        return [batch.sample_ids[index] for index in batch.sample_index[bad].unique().tolist()] if batch.sample_ids else []
-
-    def _micro_batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
+    def micro_batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
         """This rank's micro-batches on the device, then dummies up to the largest number on any rank."""
         plan = plan_micro_batches(samples, self._config.micro_batch_tokens)
         count = torch.tensor(len(plan), device=self.device)
@@ -222,10 +157,52 @@ class Learner:
         for number in range(int(count.item())):
             yield (collate(plan[number]) if number < len(plan) else dummy()).to(self.device)
 
-    def _logprobs(self, batch: MicroBatch) -> Tensor:
-        """float32 [M]"""
-        logprobs: Tensor = self.policy(batch.input_ids, batch.rows, batch.columns, batch.targets, self._temperature)
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """float32 [M] each: log-probabilities, and values when the policy has a value head."""
+        found: tuple[Tensor, Tensor | None] = self.policy(batch.input_ids, batch.rows, batch.columns, batch.targets, self._temperature)
+        return found
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
+        """float32 [M] under the model that training began with; None when the objective needs none."""
+        if self._reference is None:
+            return None
+        logprobs: Tensor = self._reference(batch.input_ids, batch.rows, batch.columns, batch.targets, self._temperature)[0]
         return logprobs
+
+    def optimizer_step(self, refused: str) -> tuple[float, str]:
+        """Clip the gradient and step, unless `refused` or the gradient is not finite: (norm before clipping, why there was no step)."""
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        refused = refused or ("" if grad_norm < float("inf") else "gradient norm")
+        if not refused:
+            self._optimizer.param_groups[0]["lr"] = self._learning_rate()
+            self._optimizer.step()
+            self.optimizer_steps += 1
+        self._optimizer.zero_grad()
+        return grad_norm, refused
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    @contextmanager
+    def raised_together(self) -> Iterator[None]:
+        """A block whose exception on one rank becomes an exception on every rank."""
+        mine: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is: raised again below, once the other ranks know
+            mine = error
+        failures = self.gather(None if mine is None else (type(mine), str(mine)))
+        if mine is not None:
+            raise mine
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                kind = failure[0] if failure[0] in (ContextMismatch, ValueError) else RtpoError
+                raise kind(f"learner rank {rank}: {failure[1]}")
 
     def _count_refusal(self, refused: str, any_step: bool) -> None:
         if any_step:
@@ -252,7 +229,7 @@ class Learner:
 
     def _state(self) -> dict[str, Any]:
         """Everything that a checkpoint holds, as tensors that share memory with the live ones (except the step count)."""
-        named = dict(self.policy.lm.named_parameters())
+        named = dict(self.policy.named_parameters())
         return {
             "model": {name: parameter.detach() for name, parameter in named.items()},
             "optimizer": {name: self._optimizer.state[parameter] for name, parameter in named.items()},
@@ -263,75 +240,11 @@ class Learner:
         self.policy.lm.save_pretrained(folder, state_dict=state)
         AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(folder)
 
-    # --- agreement between ranks
-
-    def _gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
-
-    @contextmanager
-    def _raised_together(self) -> Iterator[None]:
-        """A block whose exception on one rank becomes an exception on every rank."""
-        mine: Exception | None = None
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - whatever it is: raised again below, once the other ranks know
-            mine = error
-        failures = self._gather(None if mine is None else (type(mine), str(mine)))
-        if mine is not None:
-            raise mine
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                kind = failure[0] if failure[0] in (ContextMismatch, ValueError) else RtpoError
-                raise kind(f"learner rank {rank}: {failure[1]}")
-
     def _on_rank_zero(self, action: Callable[[], object]) -> None:
         """Run `action` on rank 0 while the others wait; its error is raised on all ranks."""
-        with self._raised_together():
+        with self.raised_together():
             if self.rank == 0:
                 action()
-
-
-class _Totals:
-    """Sums and maxima of one update, on the device until the end. Dummies do not count."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in _SUMS}
-        self._worst = torch.zeros((), dtype=torch.float64, device=device)
-
-    def add_gap(self, batch: MicroBatch, logprobs: Tensor) -> None:
-        """Once for every sample, with log-probabilities [M] from before the first optimizer step."""
-        if not batch.sample_ids:
-            return
-        gap = logprobs - batch.engine_logprobs
-        self._add(tokens=torch.ones_like(gap), gap=gap, absolute_gap=gap.abs(), k3=k3(gap))
-        self._worst = torch.maximum(self._worst, gap.abs().max().double())
-
-    def add_step(self, batch: MicroBatch, loss: Tensor, metrics: dict[str, Tensor]) -> None:
-        """Once for every use of a sample. `loss`: scalar, the batch's share of the step's loss."""
-        if not batch.sample_ids:
-            return
-        positions = torch.tensor(float(batch.input_ids.numel()), device=loss.device)
-        self._add(loss=loss, clipped_tokens=metrics["clipped_tokens"], ratio_tokens=metrics["tokens"], positions=positions)
-
-    def result(self, grad_norms: Sequence[float], taken: int, refused: str) -> UpdateResult:
-        """Sum over the ranks (collective)."""
-        stacked = torch.stack(list(self._sums.values()))
-        dist.all_reduce(stacked)
-        dist.all_reduce(self._worst, op=dist.ReduceOp.MAX)
-        total = dict(zip(self._sums, stacked.tolist(), strict=True))
-        tokens, steps = max(total["tokens"], 1.0), max(len(grad_norms), 1)
-        return UpdateResult(
-            loss=total["loss"] / steps, grad_norm=sum(grad_norms) / steps, logprob_gap_mean=total["absolute_gap"] / tokens,
-            logprob_gap_max=float(self._worst), ratio_geomean=float(torch.tensor(total["gap"] / tokens, dtype=torch.float64).exp()),
-            k3=total["k3"] / tokens, clip_fraction=total["clipped_tokens"] / max(total["ratio_tokens"], 1.0), tokens=int(total["tokens"]),
-            learner_tokens=int(total["positions"]), optimizer_steps=taken, refused=refused)
-
-    def _add(self, **values: Tensor) -> None:
-        for name, value in values.items():
-            self._sums[name] += value.double().sum()
 
 
 def _temporary(path: str) -> str:

@@ -22,37 +22,41 @@ from transformers import AutoModelForCausalLM
 
 
 class Policy(nn.Module):
-    """Log-probabilities of given tokens under a causal LM.
+    """Log-probabilities of given tokens under a causal LM, and values when it has a head for them.
 
     Sequences are padded on the right and attention is causal, so no scored position can see padding and no mask is needed.
     """
 
-    def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
+    def __init__(self, lm: Any, compute_dtype: torch.dtype, value_head: bool = False) -> None:
         super().__init__()
         self.lm = lm
         self.compute_dtype = compute_dtype
         self.plain_head = _head_is_plain(lm)
+        self.value_head = _new_value_head(lm) if value_head else None
 
-    def forward(self, input_ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        """float32 [M]: log pi(targets[m] | input_ids[rows[m], :columns[m] + 1]) at `temperature`.
+    def forward(self, input_ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
+        """float32 [M] each: log pi(targets[m] | input_ids[rows[m], :columns[m] + 1]) at `temperature`, and the value of that prefix.
 
         input_ids [B, L]; rows, columns, targets [M], where columns is the position whose logits predict the target.
         """
         if self.plain_head:
-            hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-            logits = self.lm.get_output_embeddings()(hidden[rows, columns])
+            hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[rows, columns]
+            logits = self.lm.get_output_embeddings()(hidden)
         else:
-            logits = self.lm(input_ids=input_ids, use_cache=False).logits[rows, columns]
-        return -F.cross_entropy(logits.float() / temperature, targets, reduction="none")
+            output = self.lm(input_ids=input_ids, use_cache=False, output_hidden_states=self.value_head is not None)
+            logits = output.logits[rows, columns]
+            hidden = output.hidden_states[-1][rows, columns] if self.value_head is not None else None
+        values = self.value_head(hidden).float().sum(-1) if self.value_head is not None else None
+        return -F.cross_entropy(logits.float() / temperature, targets, reduction="none"), values
 
 
-def load_policy(path: str, device: torch.device, compute_dtype: torch.dtype) -> Policy:
-    """The causal LM in the folder `path`, float32 on `device`, in evaluation mode.
+def load_policy(path: str, device: torch.device, compute_dtype: torch.dtype, value_head: bool = False) -> Policy:
+    """The causal LM in the folder `path`, float32 on `device`, in evaluation mode; `value_head` adds one that begins at 0.
 
     Evaluation mode because dropout would make the learner score another distribution than the engine sampled from.
     """
     lm: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
-    return Policy(lm.to(device).eval(), compute_dtype)
+    return Policy(lm.to(device).eval(), compute_dtype, value_head)
 
 
 def shard(policy: Policy, device: torch.device) -> Policy:
@@ -80,6 +84,13 @@ def full_parameters(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in policy.lm.named_parameters():
         value = parameter.detach()
         yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _new_value_head(lm: Any) -> nn.Linear:
+    head = nn.Linear(lm.config.get_text_config().hidden_size, 1, device=lm.device)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
 
 
 @torch.no_grad()

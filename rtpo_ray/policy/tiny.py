@@ -66,7 +66,9 @@ def materialise(config: Config, say: Callable[[str], None] = print) -> Path:
     recipe = (sys.modules[__name__], sys.modules[environments.REGISTRY[config.environment.name].__module__])
     options: dict[str, Any] = {"warm_start": dataclasses.asdict(config.warm_start), "environment": dataclasses.asdict(config.environment),
                                "recipe": [inspect.getsource(module) for module in recipe]}
-    del options["warm_start"]["cache"], options["environment"]["step_timeout"]
+    del options["warm_start"]["cache"]
+    for name in ("step_timeout", "context", "window", "train_context"):  # demonstrations are laid out alike whatever the model is shown later
+        del options["environment"][name]
     key = hashlib.blake2b(json.dumps(options, sort_keys=True).encode(), digest_size=6).hexdigest()
     folder = Path(config.warm_start.cache).expanduser() / f"tiny-{config.environment.name}-{key}"
     if (folder / "config.json").is_file():

@@ -25,7 +25,7 @@ class Tracker:
             raise FileExistsError(f"{folder} holds a run already; choose another run.name or remove the folder")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(to_yaml(config))
-        self._say, self._sweeps, self._tokens = say, config.run.sweeps, 0
+        self._say, self._sweeps, self._budget, self._tokens = say, config.run.sweeps, config.run.tokens, 0
         self._started = time.monotonic()
         self._trained_since: float | None = None  # when the first sweep began
         self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
@@ -56,8 +56,10 @@ class Tracker:
     def _sweep_line(self, event: Event) -> str:
         done = event["sweep"] + 1
         spent = time.monotonic() - (self._trained_since or self._started)
-        left = spent / done * (self._sweeps - done)
-        return (f"sweep {done}/{self._sweeps}  trunks {_percent(event['trunk_success'])} in {event['trunk_turns_mean']:.1f} turns  "
+        share = max(done / self._sweeps, self._tokens / self._budget if self._budget else 0.0)
+        left = spent / share * max(0.0, 1 - share)
+        of = "" if self._budget else f"/{self._sweeps}"
+        return (f"sweep {done}{of}  trunks {_percent(event['trunk_success'])} in {event['trunk_turns_mean']:.1f} turns  "
                 f"weights v{event['weight_version']}  {self._tokens:,} tokens  {event['seconds']['total']:.1f} s  left {left / 60:.1f} min"
                 f"{_lost(event)}")
 
@@ -65,8 +67,9 @@ class Tracker:
 def _stage_line(event: Event) -> str:
     gap = "-" if event["logprob_gap_max"] is None else f"{event['logprob_gap_max']:.0e}"
     norm = "-" if event["grad_norm"] is None else f"{event['grad_norm']:.2f}"
+    turn = "all turns" if event["turn"] is None else f"turn {event['turn']}"
     refused = f"  REFUSED: {event['refused']}" if event["refused"] else ""
-    return (f"  turn {event['turn']}  {event['groups']} groups  {event['siblings']} siblings  success {_percent(event['success'])}  "
+    return (f"  {turn}  {event['groups']} groups  {event['siblings']} siblings  success {_percent(event['success'])}  "
             f"equal {_percent(event['zero_advantage_rate'])}  gap {gap}  "
             f"grad {norm}  {event['seconds']['total']:.1f} s{_lost(event)}{refused}")
 
@@ -98,14 +101,16 @@ def _open_aim(config: Config, root: Path) -> Any:
     with FileLock(root / ".aim.lock", timeout=60):
         if not Repo.exists(str(root)):
             Repo.from_path(str(root), init=True)
-    run = Run(repo=str(root), experiment=config.run.name, system_tracking_interval=None, log_system_params=False, capture_terminal_logs=False)
+    run = Run(repo=str(root), experiment=config.run.experiment or config.run.name, system_tracking_interval=None, log_system_params=False,
+              capture_terminal_logs=False)
+    run.name = config.run.name
     run["config"] = OmegaConf.to_container(OmegaConf.structured(config))
     return run
 
 
 def _to_aim(run: Any, event: Event) -> None:
     """Every number of an event; the turn is the context, so Aim can group and compare by it."""
-    context = {"kind": event["kind"]} | ({"turn": event["turn"]} if "turn" in event else {})
+    context = {"kind": event["kind"]} | ({"turn": event["turn"]} if event.get("turn") is not None else {})
     for name, value in _numbers(event):
         if name not in ("sweep", "turn", "time"):
             run.track(value, name=name, step=event["sweep"], context=context)

@@ -26,6 +26,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
+from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.policy import modeling  # noqa: E402
 from rtpo_ray.policy.learner import Learner, init_distributed  # noqa: E402
 from rtpo_ray.types import Sample, UpdateResult, context_hash  # noqa: E402
@@ -83,8 +84,7 @@ def one_rank(device: str) -> Iterator[None]:
 
 
 def make_learner(path: str, config: Any, dtype: str, device: str) -> Learner:
-    options: dict[str, Any] = dict(clip_low=0.2, clip_high=0.2, epochs=1, minibatches=1, temperature=1.0)
-    return Learner(path, config, dtype=dtype, device=device, **options)
+    return Learner(path, config, objective=Objective(), dtype=dtype, temperature=1.0, device=device)
 
 
 def one_update(path: str, samples: list[Sample], dtype: str, device: str) -> tuple[UpdateResult, torch.Tensor, torch.Tensor]:
@@ -93,7 +93,7 @@ def one_update(path: str, samples: list[Sample], dtype: str, device: str) -> tup
         learner = make_learner(path, learner_config(**GRADIENT_IS_THE_STEP, micro_batch_tokens=1024), dtype, device)
         logprobs = learner.score([(sample.context_ids, sample.response_ids) for sample in samples])
         before = torch.cat([value.double().cpu().flatten() for _, value in modeling.full_parameters(learner.policy)])
-        result = learner.update(samples, n_groups=4, seed=0)
+        result = learner.update(samples, n_groups=4, n_rollouts=16, seed=0)
         after = torch.cat([value.double().cpu().flatten() for _, value in modeling.full_parameters(learner.policy)])
     assert result.optimizer_steps == 1, f"the update was refused: {result.refused}"
     return result, torch.tensor([value for values in logprobs for value in values], dtype=torch.float64), before - after
@@ -148,11 +148,11 @@ def measure_training(
     with one_rank(device):
         learner = make_learner(path, learner_config(), "bfloat16", device)
         parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
-        tokens = learner.update(batch, n_groups=samples // 4, seed=0).learner_tokens
+        tokens = learner.update(batch, n_groups=samples // 4, n_rollouts=samples, seed=0).learner_tokens
         _synchronize(device)
         start = time.perf_counter()
         for seed in range(steps):
-            result = learner.update(batch, n_groups=samples // 4, seed=seed)
+            result = learner.update(batch, n_groups=samples // 4, n_rollouts=samples, seed=seed)
             assert result.optimizer_steps == 1, f"update {seed} was refused: {result.refused}"
         _synchronize(device)
         rate = tokens * steps / (time.perf_counter() - start)

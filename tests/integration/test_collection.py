@@ -6,10 +6,11 @@ import time
 import pytest
 import ray
 from players import Gated, KillsAlways, KillsOnce, Player, Ragged, RaisesAlways, RaisesOnce, Spawn, open_pool, status
-from records import RTPO
 
 from pipelines.collect import Ask, Collection, collect_episodes, count_rollouts, stage_samples
 from pipelines.counts import StageCounts, count_stage
+from rtpo_ray import algorithms
+from rtpo_ray.config import AlgorithmConfig
 from rtpo_ray.types import Task
 
 TASKS = [Task(task_id=f"t{seed}", seed=seed) for seed in range(11)]  # of 1, 2, 3, 1, 2, 3 ... turns
@@ -26,7 +27,9 @@ def trunks(pool, blocks, count=1, batch=TASKS, **options):
 
 
 def stage(pool, made, turn, **options):
-    return stage_samples(made, turn, Ask(seed=2, temperature=1.0, count=SIBLINGS), collection(pool, **options), RTPO.credit)
+    method = AlgorithmConfig(args={"n_siblings": SIBLINGS})
+    (found,) = [found for found in algorithms.build(method).stages(4) if found.turn == turn]
+    return stage_samples(made, found, method, Ask(seed=2, temperature=1.0), collection(pool, **options))
 
 
 def tables(blocks):
@@ -66,7 +69,7 @@ def test_no_row_is_lost_or_doubled(pool_of):
         assert dict(totals.boundaries) == {0: 11 * count, 1: 7 * count, 2: 3 * count}
         for turn in (2, 1, 0):
             found = tables(stage(pool, made, turn))
-            assert sorted(row["sample_id"] for table in found for row in table.to_pylist()) == expected(turn, count)
+            assert sorted(row["rollout_id"] for table in found for row in table.to_pylist()) == expected(turn, count)
             total = counts(found)
             assert total.siblings == len(expected(turn, count)) == total.trained + total.filtered.total() and not total.failed
             assert total.groups * SIBLINGS == total.siblings and total.versions == {0}
@@ -93,7 +96,7 @@ def test_a_failing_rollout_is_tried_again_elsewhere(pool_of, tmp_path):
     (tmp_path / "done").unlink()
     found = tables(stage(pool, made, 1))
     assert (tmp_path / "done").exists() and not counts(found).failed
-    assert sorted(row["sample_id"] for table in found for row in table.to_pylist()) == expected(1)
+    assert sorted(row["rollout_id"] for table in found for row in table.to_pylist()) == expected(1)
 
 
 def test_a_rollout_that_keeps_failing_costs_its_group_and_is_counted_with_its_message(pool_of, tmp_path):

@@ -105,7 +105,7 @@ def test_train_then_evaluate(start, tmp_path):
     folder = tmp_path / "whole"
     assert {path.name for path in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "final"}
     kept = load_config(folder / "config.yaml")
-    assert (kept.run.name, kept.run.sweeps, kept.algorithm.n_siblings) == ("whole", 1, 4)
+    assert (kept.run.name, kept.run.sweeps, kept.algorithm.args["n_siblings"]) == ("whole", 1, 4)
 
     rows = events(folder)
     assert [row["kind"] for row in rows if row["kind"] != "stage"] == ["eval", "sweep", "eval"]
@@ -158,7 +158,7 @@ def test_a_signal_ends_the_run_cleanly(start, tmp_path, stop, code):
 
 
 @pytest.mark.parametrize(("override", "message"), [
-    ("algorithm.n_siblings=1", "field algorithm.n_siblings is 1; expected at least 2"),
+    ("algorithm.args.n_siblings=1", "field algorithm.args.n_siblings is 1; expected at least 2"),
     ("learner.ranks=9", "field learner.ranks is 9 (x 0.5 CPUs)"),
     ("algorithm.name=grp", "field algorithm.name is 'grp'; valid choices: rtpo"),
 ])

@@ -53,7 +53,7 @@ def test_any_number_of_ranks_computes_the_same_update(cluster, random_model):
         gang = open_gang(ranks, random_model)
         counts = gang.counts([gang.feed(ray.put(block)) for block in blocks])
         assert (counts.groups, counts.siblings, counts.trained) == (n_groups, 30, 30)
-        results.append(gang.update(n_groups, seed=1))
+        results.append(gang.update(n_groups, 30, seed=1))
         scores.append(gang.score([(PROBE, [5, 6, 7])])[0])
         gang.close()
         end_actors()
@@ -99,7 +99,7 @@ def train(gang, path):
     """One step, so that the weights differ from what anyone holds."""
     blocks, n_groups = stage(path)
     gang.counts([gang.feed(ray.put(block)) for block in blocks])
-    assert gang.update(n_groups, seed=2).optimizer_steps == 1
+    assert gang.update(n_groups, 30, seed=2).optimizer_steps == 1
 
 
 def gaps(gang, pool):

@@ -97,7 +97,7 @@ def test_the_quickstart_as_a_job(dashboard, clean_copy, tiny_model, tmp_path):
 
 
 def test_a_broken_configuration_fails_the_job_with_its_message(dashboard, clean_copy, tmp_path):
-    code, output = submit(dashboard, clean_copy, *SMALL, "algorithm.n_siblings=1", f"run.root={tmp_path}")
+    code, output = submit(dashboard, clean_copy, *SMALL, "algorithm.args.n_siblings=1", f"run.root={tmp_path}")
     assert code == 1, output
-    assert "rtpo: configuration error: field algorithm.n_siblings is 1; expected at least 2 (one sibling is its own baseline" in output
+    assert "rtpo: configuration error: field algorithm.args.n_siblings is 1; expected at least 2 (one sibling is its own baseline" in output
     assert "Traceback" not in output and list(tmp_path.iterdir()) == []

@@ -13,7 +13,8 @@ from actors.spawn import spawn_pool
 from pipelines import tasks
 from pipelines.collect import Ask, Collection, collect_episodes, stage_samples
 from pipelines.rows import table_to_rollouts
-from rtpo_ray.config import load_config
+from rtpo_ray import algorithms
+from rtpo_ray.config import AlgorithmConfig, load_config
 from rtpo_ray.types import derive_seed
 
 STAGE = {"kind", "sweep", "turn", "groups", "siblings", "success", "zero_advantage_rate", "weight_version", "generated_tokens", "prompt_tokens",
@@ -72,23 +73,22 @@ def test_two_sweeps_of_rtpo(cluster, tiny_model, tmp_path):
     wait_until(lambda: not ray.util.list_named_actors(), 30, "the actors of the run to end with it")
 
 
-def spread(returns):
-    """Credit that trains every sibling, so that all of their tokens come out."""
-    return [float(index) for index in range(len(returns))]
+EVERY_SIBLING = AlgorithmConfig(args={"n_siblings": 4, "kl_coef": 0.1})  # with a KL term all siblings are trained, so all their tokens come out
 
 
 def first_sweep(pool, config, blocks):
     """Trunks and the siblings of turn 0 as token ids, from the seeds of the first sweep."""
     batch = tasks.training_tasks(config.run.seed, 0, config.sampling.tasks_per_sweep)
-    asks = [Ask(seed=derive_seed(config.run.seed, *where), temperature=1.0, count=count, keep_boundaries=keep)
-            for where, count, keep in ((("trunks", 0), 1, True), (("siblings", 0, 0), 4, False))]
+    asks = [Ask(seed=derive_seed(config.run.seed, *where), temperature=1.0, keep_boundaries=keep)
+            for where, keep in ((("trunks", 0), True), (("siblings", 0, 0), False))]
+    last = algorithms.build(EVERY_SIBLING).stages(config.environment.max_turns)[-1]
     collection = Collection(pool=pool, version=0, retries=0, deadline=time.time() + config.sampling.stage_timeout)
     trunks = collect_episodes(batch, "trunks", asks[0], collection, blocks)
     rollouts = [rollout for ref in trunks.to_arrow_refs() for rollout in table_to_rollouts(ray.get(ref))]
-    rows = [row for ref in stage_samples(trunks, 0, asks[1], collection, spread) for row in ray.get(ref).to_pylist()]
+    rows = [row for ref in stage_samples(trunks, last, EVERY_SIBLING, asks[1], collection) for row in ray.get(ref).to_pylist()]
     return ([(task.task_id, task.seed) for task in batch],
             {rollout.rollout_id: [(turn.seed, turn.response_ids) for turn in rollout.turns] for rollout in rollouts},
-            {row["sample_id"]: (row["group_id"], tuple(row["response_ids"])) for row in rows})
+            {row["rollout_id"]: (row["group_id"], tuple(row["response_ids"])) for row in rows})
 
 
 def test_the_same_seed_samples_the_same_siblings_and_siblings_differ(cluster, tiny_model, record_property):

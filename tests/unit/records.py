@@ -2,6 +2,7 @@
 
 import random
 import struct
+from dataclasses import replace
 
 from pipelines.credit import credit_groups
 from pipelines.rows import groups_to_table
@@ -20,10 +21,18 @@ def turn_record(turn=0, context=(1, 2), response=(3, 4), reward=0.0, **changes):
     return TurnRecord(**{**fields, **changes})
 
 
-def sibling(name, *rewards, end="terminated", failure="", turn=0):
-    """A rollout from `turn` on with these rewards; without any, one that has no turns."""
+def sibling(name, *rewards, end="terminated", failure="", turn=0, parent="t/0"):
+    """A rollout from `turn` on with these rewards; without any, one that has no turns. Without a parent it is a trunk."""
     turns = tuple(turn_record(turn + i, context=range(1, 4 + i), reward=reward) for i, reward in enumerate(rewards))
-    return Rollout(rollout_id=name, task_id="t", turns=turns, end=end, failure=failure)
+    return Rollout(rollout_id=name, task_id="t", turns=turns, end=end, failure=failure, parent=parent)
+
+
+def trunk(name, *rewards, boundaries=None, **changes):
+    """A trunk with one boundary a turn, or with `boundaries`: (turn, context hash, state hash) each."""
+    made = sibling(name, *rewards, parent="", **changes)
+    places = [(turn.turn, turn.context_hash, turn.state_hash) for turn in made.turns] if boundaries is None else boundaries
+    kept = tuple(Boundary(turn=turn, context_hash=context, state_hash=state, snapshot=bytes([turn])) for turn, context, state in places)
+    return replace(made, boundaries=kept)
 
 
 def failed(name, failure="EngineError: lost"):
@@ -46,11 +55,12 @@ def random_rollout(rng, name, boundaries=True):
         turns.append(turn_record(
             k, context, response, reward=rng.uniform(-1, 1), engine_logprobs=logprobs, weight_version=rng.randrange(2**40), seed=rng.randrange(2**31),
             temperature=rng.random(), finish_reason=rng.choice(("stop", "length")), observation=random_text(rng), state_hash=random_text(rng),
-            tool_calls=rng.randrange(3), malformed_calls=rng.randrange(3), cached_prompt_tokens=rng.randrange(20)))
+            tool_calls=rng.randrange(3), malformed_calls=rng.randrange(3), cached_prompt_tokens=rng.randrange(20),
+            kind=rng.choice(("action", "summary")), train_context_ids=tuple(rng.randrange(2**31) for _ in range(rng.randint(0, 3)))))
     kept = tuple(Boundary(turn=turn.turn, context_hash=turn.context_hash, state_hash=turn.state_hash, snapshot=rng.randbytes(rng.randint(0, 30)))
                  for turn in turns if boundaries)
     return Rollout(rollout_id=name, task_id=random_text(rng), turns=tuple(turns), boundaries=kept,
-                   end=rng.choice(("terminated", "truncated", "overlong")), failure=random_text(rng))
+                   end=rng.choice(("terminated", "truncated", "overlong")), failure=random_text(rng), parent=random_text(rng))
 
 
 def rng_of(seed):
@@ -71,6 +81,6 @@ def random_groups(rng):
     return groups
 
 
-def credited(*groups):
-    """SAMPLES rows of these groups under RTPO."""
-    return credit_groups(groups_to_table(groups), credit=RTPO.credit)
+def credited(*groups, algorithm=RTPO):
+    """SAMPLES rows of these groups under `algorithm`."""
+    return credit_groups(groups_to_table(groups), algorithm=algorithm)

@@ -33,7 +33,7 @@ def placement_is_left_to_the_cluster(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
 
 
-@pytest.mark.parametrize("argv", [("train", "algorithm.n_siblings=1"), ("train", "--config", "nowhere.yaml"), ("evaluate", "run.nmae=x")])
+@pytest.mark.parametrize("argv", [("train", "algorithm.args.n_siblings=1"), ("train", "algorithm.name=grpoo"), ("train", "--config", "nowhere.yaml"), ("evaluate", "run.nmae=x")])
 def test_a_configuration_error_exits_2_at_once(argv):
     done = probe(*argv)
     assert done.returncode == 2
@@ -45,12 +45,13 @@ def test_help_lists_every_field_at_once():
     done = probe("train", "--help")
     assert done.returncode == 0
     assert "HEAVY []" in done.stdout
+    assert "algorithm.args of rtpo:" in done.stdout and "  n_siblings=8\n" in done.stdout
     missing = [name for name, _, spec in walk(Config()) if f"  {name}=" not in done.stdout or spec.metadata["doc"] not in done.stdout]
     assert missing == []
 
 
 def test_no_command_and_unknown_options_are_usage_errors(capsys):
-    for argv in ([], ["fly"], ["train", "--fast"]):
+    for argv in ([], ["fly"], ["train", "--fast"], ["theory", "run.seed=1"]):
         with pytest.raises(SystemExit) as caught:
             cli.main(argv)
         assert caught.value.code == 2
@@ -60,12 +61,19 @@ def test_no_command_and_unknown_options_are_usage_errors(capsys):
 @pytest.mark.parametrize(("error", "code", "line"), [
     (ConfigError("field a is b"), 2, "rtpo: configuration error: field a is b\n"), (EngineError("lost"), 1, "rtpo: EngineError: lost\n")])
 def test_errors_of_a_command_become_exit_codes(monkeypatch, capsys, error, code, line):
-    def fail(config, args):
+    def fail(args):
         raise error
 
     monkeypatch.setattr(cli, "evaluate", fail)
     assert cli.main(["evaluate"]) == code
     assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(("argv", "part"), [
+    (["compare"], "rtpo compare needs --config FILE"), (["compare", "--config", "nowhere.yaml"], "'nowhere.yaml' does not exist")])
+def test_a_comparison_needs_its_file(capsys, argv, part):
+    assert cli.main(argv) == 2
+    assert part in capsys.readouterr().err
 
 
 def test_a_model_folder_that_does_not_exist_is_a_configuration_error(capsys, tmp_path):

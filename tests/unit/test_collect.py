@@ -6,13 +6,15 @@ import types
 import pyarrow as pa
 import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
-from records import failed, group, sibling
+from records import failed, group, sibling, trunk
 
 from actors.pool import Lease
 from pipelines import collect
 from pipelines.collect import Ask, Collection, sample
 from pipelines.rows import GROUPS, REQUESTS, ROLLOUTS, groups_to_table, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table
-from rtpo_ray.errors import DeadlineExceeded, NoGenerators
+from rtpo_ray.algorithms.base import Stage
+from rtpo_ray.config import AlgorithmConfig
+from rtpo_ray.errors import ConservationError, DeadlineExceeded, NoGenerators
 from rtpo_ray.types import Rollout, Task
 
 
@@ -42,8 +44,8 @@ class Generator:
 
     def _siblings(self, requests, ask):
         self._ask(requests["group_id"].to_pylist())
-        names = requests["group_id"].to_pylist()
-        return groups_to_table([group(*(self._one(f"{name}/{j}", "t") for j in range(ask.count)), name=name) for name in names])
+        rows = requests.to_pylist()
+        return groups_to_table([group(*(self._one(f"{row['group_id']}/{j}", "t") for j in range(row["count"])), name=row["group_id"]) for row in rows])
 
 
 class Pool:
@@ -76,10 +78,11 @@ def trunks(pool, tasks="abc", count=1, retries=1):
     return [(one.rollout_id, one.end) for one in table_to_rollouts(made)]
 
 
-def groups(pool, names="abc", retries=1):
+def groups(pool, names="abc", retries=1, counts=(2, 2, 2)):
     boundary = {"turn": 0, "context_hash": "c", "state_hash": "s", "snapshot": b""}
-    requests = pa.Table.from_pylist([{"group_id": name, "task_id": "t", "boundary": boundary} for name in names], schema=REQUESTS)
-    made = sample("siblings", requests, Ask(seed=0, temperature=1.0, count=2), collection(pool, retries), empty=GROUPS.empty_table())
+    rows = [{"group_id": name, "task_id": "t", "parent": "t/0", "count": count, "boundary": boundary} for name, count in zip(names, counts, strict=False)]
+    requests = pa.Table.from_pylist(rows, schema=REQUESTS)
+    made = sample("siblings", requests, Ask(seed=0, temperature=1.0), collection(pool, retries), empty=GROUPS.empty_table())
     return {one.group_id: [sibling.end for sibling in one.siblings] for one in table_to_groups(made)}
 
 
@@ -128,7 +131,8 @@ def test_rows_that_no_generator_survives_come_back_failed_every_one_of_them(erro
     pool = Pool(Generator(error=error), Generator(error=error))
     assert trunks(pool, tasks="ab", count=2) == [("a/0", "failed"), ("a/1", "failed"), ("b/0", "failed"), ("b/1", "failed")]
     assert [entry[:2] for entry in pool.log if entry[0] == "report"] == [("report", "g0"), ("report", "g1")]
-    assert groups(Pool(Generator(error=error), Generator(error=error)), names="ab") == {"a": ["failed", "failed"], "b": ["failed", "failed"]}
+    lost = groups(Pool(Generator(error=error), Generator(error=error)), names="ab", counts=(2, 3))
+    assert lost == {"a": ["failed"] * 2, "b": ["failed"] * 3}
 
 
 def test_a_pool_without_generators_costs_the_rows():
@@ -160,3 +164,46 @@ def test_a_pool_that_does_not_answer_is_named(monkeypatch):
     monkeypatch.setattr(collect, "ray", types.SimpleNamespace(get=get))
     with pytest.raises(DeadlineExceeded, match="the pool did not answer within .* at weight version 3"):
         trunks(Pool(Generator()))
+
+
+# --- one block of trunks to one block of groups
+
+RTPO = AlgorithmConfig(name="rtpo", args={"n_siblings": 3})
+TURN = Stage(turn=1, n_siblings=3, baseline="boundary", with_trunk=False)
+
+
+def stage(pool, trunks, stage=TURN, method=RTPO):
+    made = collect._groups(rollouts_to_table(trunks), stage=stage, method=method, ask=Ask(seed=0, temperature=1.0), collection=collection(pool))
+    return {one.group_id: [sibling.rollout_id for sibling in one.siblings] for one in table_to_groups(made)}
+
+
+def test_a_block_of_trunks_becomes_the_groups_of_a_stage():
+    pool = Pool(Generator())
+    assert stage(pool, [trunk("t/0", 0.0, 1.0), trunk("t/1", 1.0)]) == {"t/0/1": [f"t/0/1/{j}" for j in range(3)]}
+    assert pool.log == [("lease", 3, ()), ("release", "g0")]
+
+
+def test_a_method_that_does_not_branch_asks_no_generator():
+    pool = Pool()
+    assert stage(pool, [trunk("t/0", 0.0), trunk("t/1", 1.0)], Stage(), AlgorithmConfig(name="grpo")) == {"t": ["t/0", "t/1"]}
+    assert pool.log == []
+
+
+def test_a_block_without_the_turn_asks_no_generator():
+    pool = Pool()
+    assert stage(pool, [trunk("t/0", 0.0)]) == {} and pool.log == []
+
+
+def test_siblings_that_a_generator_lost_or_doubled_are_refused():
+    class Careless(Generator):
+        def _siblings(self, requests, ask):
+            return super()._siblings(requests.set_column(3, "count", pa.array([count - 1 for count in requests["count"].to_pylist()], pa.int32())), ask)
+
+    with pytest.raises(ConservationError, match=r"asked for siblings \(group, count\) \[\('t/0/1', 3\)\]; got \[\('t/0/1', 2\)\]"):
+        stage(Pool(Careless()), [trunk("t/0", 0.0, 1.0)])
+
+
+def test_groups_are_credited_by_the_method_of_the_configuration():
+    made = groups_to_table([group(trunk("t/0", 1.0), trunk("t/1", 0.0), trunk("t/2", 0.0), trunk("t/3", 1.0), name="t", turn=None)])
+    table = collect._samples(made, method=AlgorithmConfig(name="rloo"))
+    assert table["advantage"].to_pylist() == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])

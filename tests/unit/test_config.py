@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from rtpo_ray import algorithms
 from rtpo_ray import config as config_module
+from rtpo_ray.compare import load_comparison
 from rtpo_ray.config import Config, describe, load_config, to_yaml, walk
 from rtpo_ray.errors import ConfigError
 
@@ -28,17 +30,19 @@ def refused(*overrides):
 def test_defaults_are_valid_and_overrides_win_over_the_file(tmp_path):
     assert load_config(None) == Config()
     file = tmp_path / "a.yaml"
-    file.write_text("algorithm: {n_siblings: 4, n_trunks: 2}\nrun: {name: from-file}\n")
-    loaded = load_config(file, ["algorithm.n_siblings=6", "learner.lr=1e-4", "environment.args.hops=1"])
-    assert (loaded.algorithm.n_siblings, loaded.algorithm.n_trunks, loaded.run.name) == (6, 2, "from-file")
+    file.write_text("algorithm: {args: {n_siblings: 4, n_trunks: 2}}\nrun: {name: from-file}\n")
+    loaded = load_config(file, ["algorithm.args.n_siblings=6", "learner.lr=1e-4", "environment.args.hops=1"])
+    assert (loaded.algorithm.name, loaded.algorithm.args, loaded.run.name) == ("rtpo", {"n_siblings": 6, "n_trunks": 2}, "from-file")
     assert (loaded.learner.lr, loaded.environment.args) == (1e-4, {"hops": 1})
     assert dataclasses.replace(loaded, algorithm=Config().algorithm, run=Config().run, learner=Config().learner,
                                environment=Config().environment) == Config()
 
 
 @pytest.mark.parametrize(("override", "parts"), [
-    ("algorithm.n_sibling=3", ["unknown field algorithm.n_sibling ", "did you mean algorithm.n_siblings?", "n_trunks", "clip_low", "epochs"]),
-    ("algorthm.epochs=3", ["unknown field algorthm ", "did you mean algorithm?", "learner", "weights"]),
+    ("algorithm.nam=rtpo", ["unknown field algorithm.nam ", "did you mean algorithm.name?", "args"]),
+    ("algorithm.args.n_sibling=3", ["field algorithm.args.n_sibling is no option of rtpo ", "did you mean n_siblings?", "n_trunks", "clip_low", "epochs"]),
+    ("algorithm.n_siblings=3", ["unknown field algorithm.n_siblings", "valid here: name, args"]),
+    ("algorthm.name=grpo", ["unknown field algorthm ", "did you mean algorithm?", "learner", "weights"]),
     ("zzz=3", ["unknown field zzz;", "valid here: run, cluster, model"]),
     ("environment.args.hop=2", ["environment.args.hop", "'lookup'", "hops, entities, relations, replay"]),
 ])
@@ -52,8 +56,13 @@ def test_a_hint_is_given_only_when_one_is_close():
 
 
 @pytest.mark.parametrize(("override", "parts"), [
-    ("algorithm.n_siblings=many", ["field algorithm.n_siblings is 'many'", "expected int"]),
-    ("algorithm.n_siblings=2.5", ["field algorithm.n_siblings is 2.5", "expected int"]),
+    ("algorithm.args.n_siblings=many", ["field algorithm.args.n_siblings is 'many'", "expected int"]),
+    ("algorithm.args.n_siblings=2.5", ["field algorithm.args.n_siblings is 2.5", "expected int"]),
+    ("algorithm.args.n_siblings=true", ["field algorithm.args.n_siblings is True", "expected int"]),
+    ("algorithm.args.merge_groups=1", ["field algorithm.args.merge_groups is 1", "expected bool"]),
+    ("algorithm.args.clip_low=tight", ["field algorithm.args.clip_low is 'tight'", "expected float"]),
+    ("algorithm.args=3", ["field algorithm.args is 3", "expected dict"]),
+    ("algorithm.name=[rtpo]", ["field algorithm.name is ['rtpo']", "expected str"]),
     ("learner.lr=fast", ["field learner.lr is 'fast'", "expected float"]),
     ("run.aim=perhaps", ["field run.aim is 'perhaps'", "expected bool"]),
     ("run.name=null", ["field run.name is None", "expected str"]),
@@ -62,7 +71,7 @@ def test_a_hint_is_given_only_when_one_is_close():
     ("environment.args.hops=two", ["field environment.args.hops is 'two'", "expected int"]),
     ("environment.args.hops=1.5", ["field environment.args.hops is 1.5", "expected int"]),
     ("environment.args.replay=3", ["field environment.args.replay is 3", "expected bool"]),
-    ("algorithm=3", ["algorithm is a section", "(3)", "n_siblings"]),
+    ("algorithm=3", ["algorithm is a section", "(3)", "name, args"]),
     ("run=null", ["run is a section", "(None)", "sweeps"]),
 ])
 def test_wrong_types_name_field_value_and_type(override, parts):
@@ -71,14 +80,23 @@ def test_wrong_types_name_field_value_and_type(override, parts):
 
 
 @pytest.mark.parametrize(("overrides", "parts"), [
-    (["algorithm.n_siblings=1"], ["algorithm.n_siblings is 1", "at least 2", "advantage is always 0"]),
+    (["algorithm.args.n_siblings=1"], ["algorithm.args.n_siblings is 1", "at least 2", "advantage is always 0"]),
+    (["algorithm.args.rho_min=2", "algorithm.args.sync_every=0"], ["algorithm.args.rho_min is 2", "rho_max is 1.0", "rho_min <= rho_max"]),
+    (["algorithm.args.rho_max=2"], ["algorithm.args.rho_min is 1.0 and rho_max is 2 with sync_every 1", "set sync_every to 0"]),
+    (["algorithm.name=grpo", "algorithm.args.n_siblings=4"], ["algorithm.args.n_siblings is no option of grpo", "n_trunks"]),
+    (["algorithm.name=grpo", "algorithm.args.n_trunks=1"], ["algorithm.args.n_trunks is 1", "at least 2", "own baseline"]),
+    (["algorithm.name=arpo", "algorithm.args.budget=4"], ["algorithm.args.budget is 4", "at least n_trunks (8)"]),
+    (["algorithm.name=seeupo", "algorithm.args.update_order=up"], ["algorithm.args.update_order is 'up'", "reverse, natural, random"]),
+    (["algorithm.name=ppo", "algorithm.args.lam=1.5"], ["algorithm.args.lam is 1.5", "at most 1"]),
+    (["algorithm.name=nowhere.py:Mine"], ["field algorithm.name is 'nowhere.py:Mine'", "no file nowhere.py"]),
     (["environment.max_turns=0"], ["environment.max_turns is 0", "at least 1"]),
     (["learner.lr=0"], ["learner.lr is 0.0", "more than 0"]),
     (["learner.lr=nan"], ["learner.lr is nan", "finite"]),
     (["learner.lr=inf"], ["learner.lr is inf", "finite"]),
     (["learner.beta2=1"], ["learner.beta2 is 1.0", "[0, 1)"]),
-    (["algorithm.clip_low=1"], ["algorithm.clip_low is 1.0", "less than 1"]),
-    (["algorithm.name=grpo2"], ["algorithm.name is 'grpo2'", "valid choices: rtpo"]),
+    (["algorithm.args.clip_low=1"], ["algorithm.args.clip_low is 1", "less than 1"]),
+    (["algorithm.args.clip_low=.nan"], ["algorithm.args.clip_low is nan", "finite"]),
+    (["algorithm.name=grpo2"], ["algorithm.name is 'grpo2'", "did you mean grpo?", "valid: rtpo, seeupo, grpo", "file.py:Class"]),
     (["environment.name=maze"], ["environment.name is 'maze'", "lookup"]),
     (["environment.context=merge"], ["environment.context is 'merge'", "append, template"]),
     (["sampling.overlong=cut"], ["sampling.overlong is 'cut'", "error, drop"]),
@@ -111,7 +129,7 @@ def test_impossible_values_name_field_value_and_what_is_valid(overrides, parts):
     assert [part for part in parts if part not in message] == [], message
 
 
-@pytest.mark.parametrize("override", ["algorithm.n_siblings", "--fast", "algorithm.n_siblings=[1", "run.name=${nowhere}"])
+@pytest.mark.parametrize("override", ["algorithm.args.n_siblings", "--fast", "algorithm.args.n_siblings=[1", "run.name=${nowhere}"])
 def test_unreadable_overrides_are_configuration_errors(override):
     assert override.split("=")[0] in refused(override)
 
@@ -140,7 +158,8 @@ def test_a_missing_file_is_named_with_the_existing_ones(monkeypatch):
         load_config("conf/fast.yaml")
 
 
-@pytest.mark.parametrize("overrides", [[], ["run.name=x-1", "learner.lr=3e-5", "environment.args={hops: 1, replay: true}", "model.path='~/a b: c'"]])
+@pytest.mark.parametrize("overrides", [[], ["run.name=x-1", "learner.lr=3e-5", "environment.args={hops: 1, replay: true}", "model.path='~/a b: c'",
+                                        "algorithm.name=seeupo", "algorithm.args={carry: geometric, carry_clip: 0.2, n_trunks: 3}"]])
 def test_yaml_round_trip(tmp_path, overrides):
     config = load_config(None, overrides)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
@@ -149,7 +168,10 @@ def test_yaml_round_trip(tmp_path, overrides):
 
 @pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONF)))
 def test_every_file_of_conf_loads_and_overrides_something(file):
-    assert load_config(file, ["cluster.local_cpus=1024"]) != load_config(None, ["cluster.local_cpus=1024"])
+    if file.parent.name == "compare":
+        assert len(load_comparison(file, ["cluster.local_cpus=1024"]).runs) > 1
+    else:
+        assert load_config(file, ["cluster.local_cpus=1024"]) != load_config(None, ["cluster.local_cpus=1024"])
 
 
 def test_help_does_not_depend_on_the_machine(monkeypatch):
@@ -164,4 +186,18 @@ def test_every_field_is_documented_and_described():
     for name, value, spec in walk(Config()):
         assert len(spec.metadata["doc"]) > 5, name
         assert f"  {name}={value if value != '' else chr(34) * 2}\n      {spec.metadata['doc']}" in text
-    assert "(append | template)" in text
+    assert "(append | template | window | summary)" in text
+
+
+def test_the_options_of_every_method_are_described_once():
+    text = describe()
+    shared = text.index("algorithm.args of every method:")
+    places = [text.index(f"\nalgorithm.args of {name}:") for name in algorithms.REGISTRY]
+    assert sorted(places) == places and shared < places[0]
+    sections = dict(zip(algorithms.REGISTRY, (text[start:end] for start, end in zip(places, [*places[1:], len(text)], strict=True)), strict=True))
+    for name, cls in algorithms.REGISTRY.items():
+        for spec in dataclasses.fields(cls):
+            option = f"  {spec.name}={spec.default}\n      {spec.metadata['doc']}"
+            assert (option in sections[name]) != (option in text[shared:places[0]]), (name, spec.name)
+    assert "n_siblings=8" in sections["rtpo"] and "n_siblings" not in sections["grpo"] and "clip_high=0.28" in sections["dapo"]
+    assert "(reverse | natural | random)" in sections["seeupo"]

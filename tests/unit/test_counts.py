@@ -1,13 +1,15 @@
 """What a stage and a set of episodes amount to, worked out by hand; parts add up to the whole."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
-from records import credited, failed, group, random_groups, random_rollout, rng_of, sibling, turn_record
+from records import credited, failed, group, random_groups, random_rollout, rng_of, sibling, trunk, turn_record
 
 from pipelines.counts import EpisodeCounts, StageCounts, count_episodes, count_stage
 from pipelines.rows import rollouts_to_table
+from rtpo_ray import algorithms
 from rtpo_ray.types import Boundary, Rollout
 
 GROUPS = [
@@ -24,23 +26,40 @@ def test_a_stage_by_hand():
     counts.credit_seconds = 0.0
     assert counts == StageCounts(
         groups=2,  # a and b: c failed, d has no response
-        informative_groups=1, siblings=9, successes=5, trained=2, filtered=Counter(zero_advantage=3, overlong=2), failed=Counter({"E: lost": 2}),
+        informative_groups=1, siblings=9, comparable=5, successes=5, trained=2, filtered=Counter(zero_advantage=3, overlong=2), failed=Counter({"E: lost": 2}),
         failed_first={"E: lost": "c"},
         generated_tokens=2 * 7, prompt_tokens=3 * 6 + 4, cached_prompt_tokens=0, versions=frozenset({0}))
 
 
 def test_versions_are_those_that_sampled():
-    table = credited(group(Rollout(rollout_id="a", task_id="t", turns=(turn_record(reward=1.0, weight_version=3),)),
-                           Rollout(rollout_id="b", task_id="t", turns=(turn_record(weight_version=4),))))
+    table = credited(group(Rollout(rollout_id="a", task_id="t", turns=(turn_record(reward=1.0, weight_version=3),), parent="t/0"),
+                           Rollout(rollout_id="b", task_id="t", turns=(turn_record(weight_version=4),), parent="t/0")))
     assert count_stage(table).versions == {3, 4}
     assert count_stage(credited()).versions == frozenset()
 
 
 def test_turns_rewards_and_cached_tokens_of_a_continuation_count():
     turns = (turn_record(0, (1, 2, 3), (4,), cached_prompt_tokens=2), turn_record(1, (1,) * 9, (4,) * 5, 1.0, cached_prompt_tokens=8))
-    one = Rollout(rollout_id="a", task_id="t", turns=turns)
+    one = Rollout(rollout_id="a", task_id="t", turns=turns, parent="t/0")
     counts = count_stage(credited(group(one, sibling("b", 0.0))))
     assert (counts.generated_tokens, counts.prompt_tokens, counts.cached_prompt_tokens) == (6 + 2, 12 + 3, 10)
+    counts = count_stage(credited(group(replace(one, parent=""), sibling("b", 0.0))))  # a trunk: its tokens were counted where it was made
+    assert (counts.siblings, counts.generated_tokens, counts.prompt_tokens, counts.cached_prompt_tokens) == (2, 2, 3, 0)
+
+
+def test_rates_are_those_of_siblings_and_not_of_their_responses():
+    """Under PPO every group reaches the learner, and every response is a row."""
+    made = [group(*(trunk(f"{task}/{i}", 0.0, reward) for i, reward in enumerate(rewards)), name=task, turn=None)
+            for task, rewards in (("a", (1.0, 0.0, 0.0)), ("b", (1.0, 1.0, 1.0)))]
+    made.append(group(trunk("c/0", 0.0, 1.0), failed("c/1", "E: lost"), name="c", turn=None))
+    table = credited(*made, algorithm=algorithms.make("ppo", {}))
+    assert len(table) == 6 * 2 + 2
+    counts = count_stage(table)
+    counts.credit_seconds = 0.0
+    assert counts == StageCounts(groups=2, informative_groups=1, siblings=8, comparable=6, successes=5, trained=6, failed=Counter({"E: lost": 2}),
+                                 failed_first={"E: lost": "c"}, versions=frozenset({0}))
+    counts = count_stage(credited(*made, algorithm=algorithms.make("grpo", {})))
+    assert (counts.groups, counts.informative_groups, counts.comparable, counts.trained, counts.filtered) == (2, 1, 6, 3, Counter(zero_advantage=3))
 
 
 @pytest.mark.parametrize("seed", range(5))

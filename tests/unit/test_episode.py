@@ -9,7 +9,9 @@ from worlds import Drifting, Parrot, ReplayedParrot, Slow, episode, parrot_engin
 
 from rtpo_ray.engines.scripted import ScriptedEngine
 from rtpo_ray.environments.base import Environment, Observation, Step
+from rtpo_ray.environments.guess import Guess
 from rtpo_ray.environments.lookup import Lookup
+from rtpo_ray.episodes.contexts import SUMMARY_REQUEST
 from rtpo_ray.episodes.episode import Episode
 from rtpo_ray.errors import ContextMismatch
 from rtpo_ray.types import derive_seed
@@ -213,3 +215,135 @@ def test_an_environment_may_truncate():
 def test_an_engine_error_is_not_wrapped():
     with pytest.raises(RuntimeError, match="^lost$"):
         run(episode(), parrot_engine(failures={1: RuntimeError("lost")}))
+
+
+BUILDERS = ["append", "template", "window", "summary"]
+
+
+def guessing(context, seed=0, replay=False, **changes):
+    return episode(lambda: Guess(replay=replay, guesses=6), seed=seed, context=context, max_turns=6, **changes)
+
+
+def guesser(**options):
+    """Says a number, or a summary where one is asked for, that depends on what it sees and on the seed."""
+    template = chat("chatml")
+
+    def reply(context, sampling):
+        asked = SUMMARY_REQUEST in template.tokenizer.decode(context)
+        text = f"summary {sampling.seed % 1000}" if asked else str((sampling.seed + len(context)) % 15 + 1)
+        return [*template.encode(text), EOS]
+
+    return ScriptedEngine(reply, **options)
+
+
+def long_game(context, **changes):
+    """(rollout of at least 4 turns, its seed)."""
+    for seed in range(50):
+        rollout = run(guessing(context, seed, **changes), guesser(), seed=seed, keep_boundaries=True)
+        if len(rollout.boundaries) >= 4:
+            return rollout, seed
+    raise AssertionError("every game was short")
+
+
+def actions(rollout):
+    return [turn for turn in rollout.turns if turn.kind == "action"]
+
+
+def test_a_summary_is_recorded_as_its_own_turn_record():
+    engine = parrot_engine(weight_version=7)
+    word = engine._reply
+    engine._reply = lambda seen, sampling: (
+        [*chat("chatml").encode("I spoke"), EOS] if SUMMARY_REQUEST in chat("chatml").tokenizer.decode(seen) else word(seen, sampling))
+    rollout = run(episode(lambda: Parrot(turns=3), context="summary"), engine, seed=5, temperature=0.7, keep_boundaries=True)
+    assert [(turn.turn, turn.kind) for turn in rollout.turns] == [(0, "action"), (0, "summary"), (1, "action"), (1, "summary"), (2, "action")]
+    for turn, (context, sampling) in zip(rollout.turns, engine.requests, strict=True):
+        assert (turn.context_ids, turn.seed, turn.temperature, sampling.max_tokens) == (context, sampling.seed, 0.7, 8)
+    states = [boundary.state_hash for boundary in rollout.boundaries]
+    for record, action in zip(rollout.turns[1::2], rollout.turns[::2], strict=False):
+        assert record.seed == derive_seed(5, record.turn, "summary")
+        assert (record.reward, record.observation, record.tool_calls, record.malformed_calls, record.train_context_ids) == (0.0, "", 0, 0, ())
+        assert record.response_ids == (*chat("chatml").encode("I spoke"), EOS) and record.finish_reason == "stop" and record.weight_version == 7
+        assert record.state_hash == action.state_hash == states[record.turn]
+    assert [(b.turn, b.context_hash, b.state_hash) for b in rollout.boundaries] == [(t.turn, t.context_hash, t.state_hash) for t in actions(rollout)]
+    assert [turn.seed for turn in actions(rollout)] == [derive_seed(5, turn) for turn in range(3)]
+    last = chat("chatml").tokenizer.decode(rollout.turns[-1].context_ids)
+    assert last.endswith("!\n\nTurns so far:\n- I spoke\n- I spoke<|im_end|>\n<|im_start|>assistant\n") and last.count("say") == 1
+
+
+def test_no_summary_of_the_last_turn_or_of_a_finished_episode():
+    rollout = run(episode(context="summary", max_turns=2), scripted("hello", "I spoke", "hello"))
+    assert [(turn.turn, turn.kind) for turn in rollout.turns] == [(0, "action"), (0, "summary"), (1, "action")] and rollout.end == "truncated"
+    rollout = run(episode(lambda: Parrot(turns=1), context="summary"), scripted("hello"))
+    assert [turn.kind for turn in rollout.turns] == ["action"] and rollout.end == "terminated"
+
+
+def test_a_summary_gets_the_room_that_is_left_or_ends_the_episode_as_overlong():
+    free = run(episode(context="summary"), scripted("hello", "I spoke", "hello", "I spoke", "hello"))
+    request = len(free.turns[1].context_ids)
+    engine = scripted("hello", "I spoke", "hello", "I spoke", "hello")
+    run(episode(context="summary", max_model_len=request + 1), engine)
+    assert engine.requests[1][1].max_tokens == 1
+    rollout = run(episode(context="summary", max_model_len=request), scripted("hello"), keep_boundaries=True)
+    assert (rollout.end, [turn.kind for turn in rollout.turns], len(rollout.boundaries)) == ("overlong", ["action"], 1)
+
+
+@pytest.mark.parametrize("train_context", ["recorded", "concatenated"])
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("context", BUILDERS)
+def test_a_restored_episode_goes_on_as_the_trunk_did(context, replay, train_context):
+    trunk, seed = long_game(context, replay=replay, window=2, train_context=train_context)
+    assert any(turn.kind == "summary" for turn in trunk.turns) == (context == "summary")
+    assert len(trunk.boundaries) == len(actions(trunk))
+    for k, boundary in enumerate(trunk.boundaries):
+        sibling = guessing(context, 999, replay=replay, window=2, train_context=train_context)
+        sibling.restore(boundary)
+        continued = run(sibling, guesser(), seed=seed, keep_boundaries=True)
+        assert continued.turns == tuple(turn for turn in trunk.turns if turn.turn >= k)
+        assert continued.end == trunk.end
+        assert [(b.turn, b.context_hash, b.state_hash) for b in continued.boundaries] == [
+            (b.turn, b.context_hash, b.state_hash) for b in trunk.boundaries[k:]]
+
+
+@pytest.mark.parametrize("context", ["template", "window", "summary"])
+def test_concatenated_contexts_are_those_that_append_alone_makes(context):
+    """The same responses, seen in another context, are scored in the raw turns."""
+    trunk, seed = long_game(context, train_context="concatenated")
+    said = iter([turn.response_ids for turn in actions(trunk)])
+    appended = run(guessing("append", seed), ScriptedEngine(lambda seen, sampling: next(said)), seed=seed)
+    alone = run(guessing(context, seed), guesser(), seed=seed)
+    assert [dataclasses.replace(turn, train_context_ids=()) for turn in trunk.turns] == list(alone.turns)
+    for turn, raw in zip(actions(trunk), appended.turns, strict=True):
+        assert (turn.train_context_ids or turn.context_ids) == raw.context_ids
+        assert turn.response_ids == raw.response_ids
+    differs = [bool(turn.train_context_ids) for turn in actions(trunk)]
+    first = {"template": len(differs), "window": 2, "summary": 1}[context]  # the first turn that sees another context
+    assert differs == [turn >= first for turn in range(len(differs))]
+    assert {turn.train_context_ids for turn in alone.turns} | {turn.train_context_ids for turn in trunk.turns if turn.kind == "summary"} == {()}
+
+
+def test_a_template_that_cannot_be_appended_to_cannot_be_concatenated():
+    with pytest.raises(ValueError, match=r"rewrites an earlier message when a 'user' message follows.*environment\.train_context=recorded"):
+        run(episode(lambda: Parrot(role="user"), "qwen3", context="window", train_context="concatenated"), parrot_engine("qwen3"))
+
+
+def test_append_contexts_are_their_own_training_contexts():
+    trunk, _ = long_game("append", train_context="concatenated")
+    assert {turn.train_context_ids for turn in trunk.turns} == {()}
+
+
+def test_an_episode_whose_training_context_leaves_no_room_is_overlong():
+    free, seed = long_game("window", train_context="concatenated")
+    third, fourth = actions(free)[2:4]
+    assert len(fourth.train_context_ids) > len(fourth.context_ids) + 10
+
+    def bounded(limit, train_context):
+        engine = guesser()
+        return run(guessing("window", seed, max_model_len=limit, train_context=train_context), engine, seed=seed, keep_boundaries=True), engine
+
+    rollout, _ = bounded(len(fourth.train_context_ids), "concatenated")
+    assert (rollout.end, len(rollout.turns), len(rollout.boundaries)) == ("overlong", 3, 3)
+    assert bounded(len(fourth.train_context_ids), "recorded")[0].turns == tuple(
+        dataclasses.replace(turn, train_context_ids=()) for turn in free.turns)
+    rollout, engine = bounded(len(third.train_context_ids) + 1, "concatenated")
+    assert rollout.end == "overlong" and engine.requests[2][1].max_tokens == 1
+    assert all(len(turn.train_context_ids) + len(turn.response_ids) <= len(third.train_context_ids) + 1 for turn in rollout.turns)

@@ -1,15 +1,19 @@
 """The generator without Ray: tables in, tables out, and one broken rollout costs only itself."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+import pyarrow as pa
 import pytest
 from chats import chat
 from worlds import Parrot, parrot_engine, settings
 
 from actors.generator import Generator
+from pipelines.branching import requests
 from pipelines.collect import Ask
-from pipelines.rows import requests_at, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table
+from pipelines.rows import REQUESTS, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table
+from rtpo_ray import algorithms
+from rtpo_ray.algorithms.base import Stage
 from rtpo_ray.engines.scripted import ScriptedEngine
 from rtpo_ray.errors import EngineError
 from rtpo_ray.types import Task, context_hash, derive_seed
@@ -41,14 +45,17 @@ def episodes(made, tasks=TASKS, **options):
     return table_to_rollouts(asyncio.run(made.episodes(tasks_to_table(tasks), ask(**options))))
 
 
-def siblings(made, trunks, turn, **options):
-    return table_to_groups(asyncio.run(made.siblings(requests_at(rollouts_to_table(trunks), turn), ask(**options))))
+def siblings(made, trunks, turn, count=1, **options):
+    stage = Stage(turn=turn, n_siblings=count, baseline="boundary", with_trunk=False)
+    wanted = requests(rollouts_to_table(trunks), stage, algorithms.make("rtpo", {}), seed=0)
+    return table_to_groups(asyncio.run(made.siblings(wanted, ask(**options))))
 
 
 def test_episodes_come_in_the_order_of_tasks_and_trunks(generator):
     rollouts = episodes(generator(), count=2, keep_boundaries=True)
     assert [(one.rollout_id, one.task_id) for one in rollouts] == [(f"t{i}/{j}", f"t{i}") for i in range(5) for j in range(2)]
     assert [(one.end, one.returns_to_go, len(one.turns), len(one.boundaries)) for one in rollouts] == [("terminated", 1.0, 3, 3)] * 10
+    assert {one.parent for one in rollouts} == {""}
     assert all(one.turns[0].context_ids == two.turns[0].context_ids for one, two in zip(rollouts[::2], rollouts[1::2], strict=True))
     assert len({turn.seed for one in rollouts for turn in one.turns}) == 30
 
@@ -72,10 +79,23 @@ def test_siblings_start_from_the_boundary_and_are_continued_to_the_end(generator
             first = sibling.turns[0]
             assert (first.context_ids, first.context_hash, first.state_hash) == (
                 trunk.turns[1].context_ids, trunk.boundaries[1].context_hash, trunk.boundaries[1].state_hash)
-            assert {turn.weight_version for turn in sibling.turns} == {4}
+            assert {turn.weight_version for turn in sibling.turns} == {4} and sibling.parent == trunk.rollout_id
             assert sibling.returns_to_go == float(all(turn.seed % 3 for turn in sibling.turns))
         assert len({turn.seed for sibling in one.siblings for turn in sibling.turns}) == 12
     assert {sibling.returns_to_go for one in groups for sibling in one.siblings} == {0.0, 1.0}
+
+
+def test_every_boundary_gets_as_many_siblings_as_its_request_asks_for(generator):
+    trunks = episodes(generator(), tasks=TASKS[:2], keep_boundaries=True)
+    wanted = [(trunks[0], 0, 1), (trunks[0], 2, 3), (trunks[1], 1, 2)]
+    table = pa.Table.from_pylist([
+        {"group_id": f"{one.rollout_id}/{turn}", "task_id": one.task_id, "parent": one.rollout_id, "count": count, "boundary": asdict(one.boundaries[turn])}
+        for one, turn, count in wanted], schema=REQUESTS)
+    groups = table_to_groups(asyncio.run(generator().siblings(table, ask(count=99))))
+    assert [(one.group_id, one.task_id, one.turn, [sibling.rollout_id for sibling in one.siblings]) for one in groups] == [
+        ("t0/0/0", "t0", 0, ["t0/0/0/0"]), ("t0/0/2", "t0", 2, ["t0/0/2/0", "t0/0/2/1", "t0/0/2/2"]), ("t1/0/1", "t1", 1, ["t1/0/1/0", "t1/0/1/1"])]
+    assert [[[turn.turn for turn in sibling.turns] for sibling in one.siblings] for one in groups] == [[[0, 1, 2]], [[2]] * 3, [[1, 2]] * 2]
+    assert [{sibling.parent for sibling in one.siblings} for one in groups] == [{"t0/0"}, {"t0/0"}, {"t1/0"}]
 
 
 def test_an_engine_error_costs_one_rollout_and_keeps_its_message(generator):

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from gloo import folder, learner_config, run_ranks, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
+from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.errors import ContextMismatch, NonFiniteUpdate
 from rtpo_ray.policy import modeling
 from rtpo_ray.policy.learner import Learner
@@ -18,6 +20,7 @@ from rtpo_ray.types import Sample, context_hash
 
 TEMPERATURE = 0.7
 N_GROUPS = 3
+N_ROLLOUTS = 8
 
 
 def make_samples(count=8):
@@ -33,8 +36,7 @@ def make_samples(count=8):
 
 
 def changed(sample, **fields):
-    names = ("sample_id", "context_ids", "context_hash", "response_ids", "engine_logprobs", "advantage", "weight")
-    return Sample(**{**{name: getattr(sample, name) for name in names}, **fields})
+    return replace(sample, **fields)
 
 
 def expected_logprobs(sample, lm=None):
@@ -54,9 +56,8 @@ def expected_gradient(samples):
     return {name: parameter.grad.numpy() for name, parameter in lm.named_parameters()}
 
 
-def build(model, config=None, **changes):
-    options = dict(dtype="float32", clip_low=0.2, clip_high=0.2, epochs=1, minibatches=1, temperature=TEMPERATURE, device="cpu")
-    return Learner(model, config or learner_config(), **{**options, **changes})
+def build(model, config=None, dtype="float32", **objective):
+    return Learner(model, config or learner_config(), objective=Objective(**objective), dtype=dtype, temperature=TEMPERATURE, device="cpu")
 
 
 def parameters(learner):
@@ -79,7 +80,7 @@ def same(left, right, atol=5e-6):  # the largest gradients are about 0.3, so thi
 def one_update(rank, world, model, shares, budget, changes=None, config=None):
     learner = build(model, learner_config(micro_batch_tokens=budget, **(config or {})), **(changes or {}))
     before = parameters(learner)
-    result = learner.update(shares[rank], N_GROUPS, seed=5)
+    result = learner.update(shares[rank], N_GROUPS, N_ROLLOUTS, seed=5)
     after = parameters(learner)
     return result, {name: before[name] - after[name] for name in before}
 
@@ -95,7 +96,7 @@ def refusals(rank, world, model, samples):
         if rank == world - 1:
             share[0] = changed(share[0], **fields)
         try:
-            result = learner.update(share, N_GROUPS, seed=0)
+            result = learner.update(share, N_GROUPS, N_ROLLOUTS, seed=0)
             found.append((result.refused, result.optimizer_steps))
         except NonFiniteUpdate as error:
             found.append(str(error))
@@ -110,7 +111,7 @@ def bad_shares(rank, world, model, cases):
     learner, found = build(model), []
     for case in cases:
         try:
-            found.append(learner.update(case if rank == world - 1 else [], N_GROUPS, seed=0).optimizer_steps)
+            found.append(learner.update(case if rank == world - 1 else [], N_GROUPS, N_ROLLOUTS, seed=0).optimizer_steps)
         except (ContextMismatch, ValueError) as error:
             found.append((type(error), str(error)))
     return found
@@ -124,19 +125,19 @@ def scores(rank, world, model, sequences):
 def train_and_save(rank, world, model, samples, checkpoint, export, tokenizer):
     learner = build(model, learner_config(lr=1e-2, eps=1e-8, warmup_steps=3))
     share = [s for i, s in enumerate(samples) if i % world == rank]
-    learner.update(share, N_GROUPS, seed=0)
+    learner.update(share, N_GROUPS, N_ROLLOUTS, seed=0)
     for _ in range(2):  # the second replaces the first
         learner.save_checkpoint(checkpoint)
         learner.export(export, tokenizer)
     saved = parameters(learner)
-    learner.update(share, N_GROUPS, seed=1)
+    learner.update(share, N_GROUPS, N_ROLLOUTS, seed=1)
     return saved, parameters(learner), learner.optimizer_steps
 
 
 def load_and_train(rank, world, model, samples, checkpoint):
     learner = build(model, learner_config(lr=1e-2, eps=1e-8, warmup_steps=3))
     learner.load_checkpoint(checkpoint)
-    learner.update([s for i, s in enumerate(samples) if i % world == rank], N_GROUPS, seed=1)
+    learner.update([s for i, s in enumerate(samples) if i % world == rank], N_GROUPS, N_ROLLOUTS, seed=1)
     return parameters(learner), learner.optimizer_steps
 
 
@@ -246,6 +247,8 @@ def test_policy_logprobs_with_any_head(tied, capped):
     ids = torch.tensor([[5, 6, 7, 8], [9, 3, 0, 0]])
     found = policy(ids, torch.tensor([0, 0, 1]), torch.tensor([1, 2, 0]), torch.tensor([7, 8, 3]), TEMPERATURE)
     long, short = (torch.log_softmax(lm(row[None]).logits[0] / TEMPERATURE, dim=-1) for row in (ids[0], ids[1, :2]))
+    found, values = found
+    assert values is None
     torch.testing.assert_close(found, torch.stack([long[1, 7], long[2, 8], short[0, 3]]), rtol=0, atol=1e-5)
     assert found.dtype == torch.float32
 

@@ -151,3 +151,56 @@ def test_too_few_turns_are_hopeless():
     Lookup(hops=2).check(3)
     with pytest.raises(ValueError, match=r"2 hops need 3 turns with the answer, but environment\.max_turns is 2"):
         Lookup(hops=2).check(2)
+
+
+def test_a_budget_ends_the_look_ups_but_not_the_episode():
+    environment = Lookup(hops=2, budget=3)
+    environment.reset(4)
+    start, (first, second) = environment.start, environment.path
+    for text in (ask(start, first), ask("Nobody", first)):
+        assert environment.step(text).observation.text != "no look-ups left"
+    assert environment.step("<tool_call>x</tool_call>").info["malformed_calls"] == 1  # never ran, so it costs nothing
+    two = environment.step(ask(environment.seen[0], second) + ask(start, first))
+    assert two.observation.text == f"{environment.gold}\nno look-ups left" and two.info == {"tool_calls": 2, "malformed_calls": 0}
+    state, seen = environment.state_hash(), list(environment.seen)
+    assert environment.step(ask(start, first)).observation.text == "no look-ups left"
+    assert (environment.state_hash(), environment.seen) == (state, seen)
+    assert environment.step(environment.gold).reward == 1.0
+    environment.reset(4)
+    assert environment.step(ask(start, first)).observation.text == seen[0]  # a new episode has its budget again
+
+
+def test_without_a_budget_look_ups_never_end_and_leave_no_trace():
+    environment = Lookup()
+    environment.reset(4)
+    state = environment.state_hash()
+    for _ in range(50):
+        assert environment.step(ask("Nobody", "boss")).observation.text == "no entity Nobody"
+    assert environment.state_hash() == state
+
+
+def test_a_budget_is_part_of_the_state_and_of_its_snapshots():
+    trunk = Lookup(budget=2)
+    trunk.reset(9)
+    fresh = trunk.state_hash()
+    trunk.step(ask("Nobody", "boss"))
+    assert trunk.state_hash() != fresh
+    sibling = Lookup(budget=2)
+    sibling.restore(trunk.snapshot())
+    answers = [sibling.step(ask("Nobody", "boss")).observation.text for _ in range(2)]
+    assert answers == ["no entity Nobody", "no look-ups left"] and trunk.spent == 1
+
+
+def test_a_budget_below_the_hops_is_hopeless():
+    Lookup(hops=2, budget=2).check(3)
+    Lookup(hops=2, budget=0).check(3)
+    with pytest.raises(ValueError, match="2 hops need 2 look-ups, but budget is 1"):
+        Lookup(hops=2, budget=1).check(3)
+    with pytest.raises(ValueError, match="budget is -1; expected at least 0"):
+        Lookup(budget=-1)
+
+
+@pytest.mark.parametrize("hops", [1, 3])
+def test_demonstrations_succeed_within_the_smallest_budget(hops):
+    environment = Lookup(hops=hops, budget=hops)
+    assert {play(environment, seed)[1:] for seed in range(50)} == {(1.0, hops + 1)}

@@ -113,7 +113,7 @@ def test_a_built_model_is_kept_for_its_options_and_no_others(tmp_path, built):
     assert json.loads((first / "config.json").read_text())["model_type"] == "qwen3" and (first / "tokenizer.json").is_file()
     assert len(lines) == 2 and "3 supervised steps" in lines[0] and "last loss 0.500" in lines[1]
     # what does not make the model does not make another folder
-    assert folder(run__seed=5, learner__lr=1.0, environment__step_timeout=1.0, algorithm__n_siblings=3) == first and len(built) == 1
+    assert folder(run__seed=5, learner__lr=1.0, environment__step_timeout=1.0, algorithm__args={"n_siblings": 3}) == first and len(built) == 1
     others = [folder(**change) for change in (
         {"warm_start__steps": 4}, {"warm_start__noise": 0.1}, {"warm_start__seed": 1}, {"warm_start__lr": 0.1}, {"warm_start__batch": 3},
         {"environment__args": {"hops": 1}}, {"environment__max_turns": 4})]

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rtpo_ray.config import load_config
-from rtpo_ray.reports.tracker import Tracker, eval_line
+from rtpo_ray.reports.tracker import Tracker, _to_aim, eval_line
 
 
 def tracked(folder):
@@ -60,6 +60,7 @@ def test_a_run_that_exists_is_refused_and_left_alone(tmp_path):
     ({"success": None, "zero_advantage_rate": None, "logprob_gap_max": None,
       "groups": 0, "siblings": 0, "grad_norm": 0.0},
      "  turn 2  0 groups  0 siblings  success -  equal -  gap -  grad 0.00  3.3 s"),
+    ({"turn": None}, "  all turns  60 groups  480 siblings  success 12.5 %  equal 50.0 %  gap 3e-06  grad 0.12  3.3 s"),
     ({"refused": "gradient norm", "grad_norm": None, "loss": None},
      "  turn 2  60 groups  480 siblings  success 12.5 %  equal 50.0 %  gap 3e-06  grad -  3.3 s  REFUSED: gradient norm"),
     ({"retired": {"rtpo-generator-1": "ActorDiedError: gone"}},
@@ -84,6 +85,42 @@ def test_sweep_lines_count_all_tokens_and_say_how_long_is_left(tmp_path, monkeyp
     tracker.record({**SWEEP, "sweep": 1, "generated_tokens": 1_000_000})
     assert lines[2] == "sweep 1/4  trunks 50.0 % in 2.3 turns  weights v3  1,234 tokens  12.0 s  left 1.5 min"
     assert lines[3] == "sweep 2/4  trunks 50.0 % in 2.3 turns  weights v3  1,001,234 tokens  12.0 s  left 1.0 min"
+
+
+def test_a_run_with_a_budget_of_tokens_is_measured_by_them(tmp_path, monkeypatch):
+    config = load_config(None, ["run.aim=false", "run.sweeps=1000", "run.tokens=8000", "cluster.address=elsewhere"])
+    lines = []
+    tracker = Tracker(config, tmp_path, lines.append)
+    started = tracker._started
+    monkeypatch.setattr("rtpo_ray.reports.tracker.time.monotonic", lambda: started)
+    tracker.record(EVAL)
+    monkeypatch.setattr("rtpo_ray.reports.tracker.time.monotonic", lambda: started + 60)
+    tracker.record({**STAGE, "generated_tokens": 1500})
+    tracker.record({**SWEEP, "generated_tokens": 500})
+    tracker.record({**SWEEP, "sweep": 1, "generated_tokens": 7000})
+    assert lines[2] == "sweep 1  trunks 50.0 % in 2.3 turns  weights v3  2,000 tokens  12.0 s  left 3.0 min"
+    assert lines[3].endswith("9,000 tokens  12.0 s  left 0.0 min")
+
+
+class AimRun:
+    """Writes down what it is told to track."""
+
+    def __init__(self):
+        self.tracked = []
+
+    def track(self, value, *, name, step, context):
+        self.tracked.append((name, value, step, context))
+
+
+def test_what_aim_gets_is_every_number_with_the_turn_as_context():
+    run = AimRun()
+    _to_aim(run, {**STAGE, "failed": {"E: x": 3, "E: y": 1}, "failed_first": {"E: x": "a"}, "trained": 5, "time": 1.0})
+    _to_aim(run, {**STAGE, "turn": None})
+    assert {context["turn"] for *_, context in run.tracked if "turn" in context} == {2}
+    first = {name: value for name, value, step, context in run.tracked if context == {"kind": "stage", "turn": 2}}
+    assert (first["failed"], first["filtered"], first["seconds.total"], first["trained"]) == (4, 8, 3.26, 5)
+    assert not {"time", "sweep", "turn", "failed_first", "kind"} & set(first)
+    assert {"kind": "stage"} in [context for *_, context in run.tracked]
 
 
 def test_evaluation_lines():

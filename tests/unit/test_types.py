@@ -57,6 +57,13 @@ def test_returns_to_go_sum_the_recorded_turns():
     assert sibling("a").returns_to_go == 0.0
 
 
+def test_defaults_say_that_a_record_is_a_trunks_action_in_its_own_context():
+    record = turn_record()
+    assert (record.kind, record.train_context_ids, sibling("a", parent="").parent) == ("action", (), "")
+    sample = Sample(sample_id="s", context_ids=[1], context_hash="h", response_ids=[2], engine_logprobs=[-1.0], advantage=1.0, weight=0.0)
+    assert (sample.rollout_id, sample.group_id, sample.turn, sample.reward) == ("", "", 0, 0.0)
+
+
 def test_records_survive_pickling():
     rng = rng_of(3)
     rollout = random_rollout(rng, "t/0")
