@@ -23,7 +23,7 @@ from rtpo_ray.types import Sample, context_hash
 
 TEMPERATURE = 0.7
 N_GROUPS, N_ROLLOUTS = 4, 11  # of the whole stage: a group of two rollouts had equal returns and is not here
-RATE = 0.02
+RATE = 0.005
 WORLDS = {1: 1000, 2: 44, 3: 30}  # ranks -> tokens of a micro-batch
 
 
@@ -277,7 +277,7 @@ CASES = {
     "regression": Case(Objective(loss="regression", epochs=2), lambda: regressed(2), lambda: regressed(1), samples=pairs),
     "regression with eta": Case(Objective(loss="regression", epochs=2, eta=2.0), lambda: regressed(2, eta=2.0), lambda: regressed(2), samples=pairs),
     "token critic": Case(Objective(mean_over="weights", epochs=2, critic=CRITIC), lambda: with_critic(CRITIC, 2, 2),
-                         lambda: with_critic(replace(CRITIC, clip=0.0), 2, 2), updates=2),
+                         lambda: with_critic(replace(CRITIC, lam=0.5), 2, 2), updates=2),
     "turn critic": Case(Objective(mean_over="weights", critic=replace(CRITIC, level="turn", whiten=False, clip=0.0)),
                         lambda: with_critic(replace(CRITIC, level="turn", whiten=False, clip=0.0), 2, 1),
                         lambda: with_critic(replace(CRITIC, whiten=False, clip=0.0), 2, 1), updates=2),
@@ -343,8 +343,10 @@ def outcomes(world):
 
 
 def gap(left, right):
+    """Largest difference between two movements, over the largest movement."""
     assert left.keys() == right.keys()
-    return max(float(np.abs(left[name] - right[name]).max()) for name in left)
+    size = max(float(np.abs(value).max()) for value in right.values())
+    return max(float(np.abs(left[name] - right[name]).max()) for name in left) / size
 
 
 # --- tests
@@ -356,7 +358,7 @@ def test_the_steps_are_gradient_descent_on_the_objective(name, world):
     expected = functools.cache(CASES[name].expected)()
     ranks = outcomes(world)
     for rank in ranks:
-        assert gap(rank[name][1], expected) < 1e-5
+        assert gap(rank[name][1], expected) < 1e-4
     assert all(rank[name][0] == ranks[0][name][0] for rank in ranks)
     result, objective = ranks[0][name][0], CASES[name].objective
     assert result.refused == "" and result.optimizer_steps == objective.epochs * (3 if objective.turns else 1)
@@ -366,3 +368,4 @@ def test_the_steps_are_gradient_descent_on_the_objective(name, world):
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.otherwise])
 def test_the_option_makes_a_difference_that_the_comparison_would_see(name):
     assert gap(CASES[name].otherwise(), CASES[name].expected()) > 1e-3
+
