@@ -84,9 +84,9 @@ def test_blocks_arrive_while_others_still_sample(pool_of, tmp_path):
     (tmp_path / "open").unlink()
     blocks = stage(pool, made, 0)
     first = ray.get(next(blocks), timeout=50).to_pylist()  # the gate, and with it another block, is still shut
-    assert first and not any(row["sample_id"].startswith("t5/") for row in first)
+    assert first and not any(row["rollout_id"].startswith("t5/") for row in first)
     (tmp_path / "open").touch()
-    assert sorted(row["sample_id"] for row in [*first, *rows(blocks)]) == expected(0)
+    assert sorted(row["rollout_id"] for row in [*first, *rows(blocks)]) == expected(0)
 
 
 def test_a_failing_rollout_is_tried_again_elsewhere(pool_of, tmp_path):
@@ -128,7 +128,7 @@ def test_a_killed_generator_costs_no_rows(pool_of, tmp_path):
     (tmp_path / "done").touch()
     made = trunks(pool, 4)
     (tmp_path / "done").unlink()
-    assert sorted(row["sample_id"] for row in rows(stage(pool, made, 0, retries=2))) == expected(0)
+    assert sorted(row["rollout_id"] for row in rows(stage(pool, made, 0, retries=2))) == expected(0)
     assert (tmp_path / "done").exists()
     found = status(pool)
     assert sorted((entry["state"], entry["leases"]) for entry in found.values()) == [("gone", 0), ("serving", 0)]
