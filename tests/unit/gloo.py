@@ -92,14 +92,14 @@ def folder() -> Path:
 
 
 @functools.cache
-def tiny_model(tied: bool = True) -> str:
-    """Folder of a 2-layer Qwen3, 32 wide, 64 tokens, with fixed random weights."""
+def tiny_model(tied: bool = True, layers: int = 2) -> str:
+    """Folder of a small Qwen3, 32 wide, 64 tokens, with fixed random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    config = Qwen3Config(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=2,
                          num_key_value_heads=1, head_dim=16, max_position_embeddings=128, tie_word_embeddings=tied, initializer_range=0.2)
-    path = str(folder() / f"tiny-{tied}")
+    path = str(folder() / f"tiny-{tied}-{layers}")
     Qwen3ForCausalLM(config).save_pretrained(path)
     return path
 
@@ -109,3 +109,14 @@ def learner_config(**changes: Any) -> Any:
     defaults: dict[str, Any] = dict(
         micro_batch_tokens=64, lr=1e6, warmup_steps=0, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e6, max_grad_norm=1e9, max_refused=3)
     return SimpleNamespace(**{**defaults, **changes})
+
+
+@functools.cache
+def tiny_tokenizer() -> str:
+    """Folder of a tokenizer of two words, for exports."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    path = str(folder() / "tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))).save_pretrained(path)
+    return path

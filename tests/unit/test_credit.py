@@ -220,7 +220,8 @@ def test_a_summary_of_the_turn_has_a_row_of_its_own():
 
 @pytest.mark.parametrize(("name", "args", "kept"), [
     ("rtpo", {}, False), ("rtpo", {"kl_coef": 0.1}, True), ("rtpo", {"sync_every": 0, "rho_min": 0.5, "rho_max": 2.0}, True), ("grpo", {}, False),
-    ("grpo", {"kl_coef": 0.1}, True), ("dapo", {}, False), ("ppo", {}, True), ("gspo", {}, False), ("seeupo", {}, False)])
+    ("grpo", {"kl_coef": 0.1}, True), ("dapo", {}, False), ("ppo", {}, True), ("gspo", {}, False), ("seeupo", {}, False), ("refuel", {}, False),
+    ("refuel", {"epochs": 2}, True), ("refuel", {"minibatches": 2}, True)])
 def test_groups_of_equal_returns_reach_the_learner_when_they_still_send_a_gradient(name, args, kept):
     table = credited(group(trunk("a", 1.0), trunk("b", 1.0)), algorithm=algorithms.make(name, args))
     assert table["outcome"].to_pylist() == ["trained" if kept else "filtered"] * 2

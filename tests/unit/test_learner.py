@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gloo import folder, learner_config, run_ranks, tiny_model
+from gloo import folder, learner_config, run_ranks, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from rtpo_ray.algorithms.base import Objective
@@ -278,12 +278,3 @@ def test_checkpoint_loads_on_other_numbers_of_ranks_and_export_reloads():
     assert AutoTokenizer.from_pretrained(export).convert_tokens_to_ids("b") == 1
     assert json.loads((Path(export) / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     assert not [path for path in folder().iterdir() if path.suffix in (".writing", ".old")]
-
-
-def tiny_tokenizer():
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    path = str(folder() / "tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))).save_pretrained(path)
-    return path
