@@ -69,7 +69,7 @@ def run_events(config: Config, model_path: str, folder: str) -> Iterator[Event]:
 
 
 def _await_end_of_last_run(timeout: float) -> None:
-    """Names of actors are free again, and so are their CPUs, some time after the coordinator that owns them is gone."""
+    """Names of actors are free again, and so are their CPUs, some time after the coordinator that owns them is gone; Ray tells nobody when."""
     until = time.monotonic() + timeout
     while left := [name for name in ray.util.list_named_actors() if name.startswith("rtpo-")]:
         if time.monotonic() > until:

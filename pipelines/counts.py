@@ -99,7 +99,7 @@ def count_episodes(table: pa.Table) -> EpisodeCounts:
     for rollout in table_to_rollouts(table):
         counts.episodes += 1
         counts.successes += rollout.returns_to_go > 0
-        counts.turns += len(rollout.turns)
+        counts.turns += sum(turn.kind == "action" for turn in rollout.turns)
         counts.tool_calls += sum(turn.tool_calls for turn in rollout.turns)
         counts.malformed_calls += sum(turn.malformed_calls for turn in rollout.turns)
         counts.generated_tokens += sum(len(turn.response_ids) for turn in rollout.turns)

@@ -63,7 +63,7 @@ def _row(group: Group, sibling: Rollout, outcome: str, reason: str, credit: Cred
         "rollout_id": sibling.rollout_id, "group_id": group.group_id, "first": first, "outcome": outcome, "reason": reason,
         "turn": record.turn if record else None, "reward": record.reward if record else 0.0,
         "advantage": credit.advantage if credit else 0.0, "weight": credit.weight if credit else 0.0,
-        "return": sibling.returns_to_go, "turns": len(sibling.turns),
+        "return": sibling.returns_to_go, "turns": sum(turn.kind == "action" for turn in sibling.turns),
         "weight_version": (record or sibling.turns[0]).weight_version if sibling.turns else None,
         "context_ids": context, "context_hash": (context_hash(context) if record.train_context_ids else record.context_hash) if record else "",
         "response_ids": record.response_ids if record else (), "engine_logprobs": record.engine_logprobs if record else (),

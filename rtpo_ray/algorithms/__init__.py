@@ -66,9 +66,15 @@ def find(name: str) -> type[Algorithm]:
         raise ValueError(f"{name!r} is no known method{hint}; valid: {', '.join(REGISTRY)}, or file.py:Class for one of your own")
     if not Path(path).is_file():
         raise ValueError(f"{name!r}: no file {path} in {Path.cwd()}")
-    found = getattr(_load(str(Path(path).resolve())), attribute, None)
-    if not (isinstance(found, type) and issubclass(found, Algorithm) and dataclasses.is_dataclass(found)):
+    try:
+        module = _load(str(Path(path).resolve()))
+    except Exception as error:  # a user's file may raise anything; the cause is chained
+        raise ValueError(f"{name!r}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, attribute, None)
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise ValueError(f"{name!r}: {path} defines no dataclass {attribute} that extends rtpo_ray.algorithms.base.Algorithm")
+    if "__dataclass_fields__" not in vars(found):  # inherited ones would make its own options plain attributes, silently
+        raise ValueError(f"{name!r}: {attribute} is no dataclass of its own; put @dataclass(frozen=True, kw_only=True) before it")
     return found
 
 
@@ -79,5 +85,9 @@ def _load(path: str) -> Any:
     assert spec is not None and spec.loader is not None, f"{path} is no Python file"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]  # half a module must not be found later
+        raise
     return module

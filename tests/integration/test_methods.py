@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(900)  # the fixture makes eight runs, one after the other
 
 MINE = '''
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def compared(tiny_model, tmp_path_factory):
     OmegaConf.save(OmegaConf.create({"compare": {"name": "small", "seeds": [3], "methods": methods}, **shared}), file)
     outputs = []
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-m", "rtpo_ray", "compare", "--config", str(file)], cwd=ROOT, text=True, timeout=280,
+        done = subprocess.run([sys.executable, "-m", "rtpo_ray", "compare", "--config", str(file)], cwd=ROOT, text=True, timeout=500,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
         assert done.returncode == 0, done.stdout
         outputs.append(done.stdout)

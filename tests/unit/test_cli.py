@@ -33,7 +33,8 @@ def placement_is_left_to_the_cluster(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
 
 
-@pytest.mark.parametrize("argv", [("train", "algorithm.args.n_siblings=1"), ("train", "algorithm.name=grpoo"), ("train", "--config", "nowhere.yaml"), ("evaluate", "run.nmae=x")])
+@pytest.mark.parametrize("argv", [("train", "algorithm.args.n_siblings=1"), ("train", "algorithm.name=grpoo"), ("train", "--config", "nowhere.yaml"),
+                                  ("evaluate", "run.nmae=x")])
 def test_a_configuration_error_exits_2_at_once(argv):
     done = probe(*argv)
     assert done.returncode == 2

@@ -45,7 +45,8 @@ class Generator:
     def _siblings(self, requests, ask):
         self._ask(requests["group_id"].to_pylist())
         rows = requests.to_pylist()
-        return groups_to_table([group(*(self._one(f"{row['group_id']}/{j}", "t") for j in range(row["count"])), name=row["group_id"]) for row in rows])
+        return groups_to_table([
+            group(*(self._one(f"{row['group_id']}/{j}", "t") for j in range(row["count"])), name=row["group_id"]) for row in rows])
 
 
 class Pool:
@@ -80,7 +81,8 @@ def trunks(pool, tasks="abc", count=1, retries=1):
 
 def groups(pool, names="abc", retries=1, counts=(2, 2, 2)):
     boundary = {"turn": 0, "context_hash": "c", "state_hash": "s", "snapshot": b""}
-    rows = [{"group_id": name, "task_id": "t", "parent": "t/0", "count": count, "boundary": boundary} for name, count in zip(names, counts, strict=False)]
+    rows = [{"group_id": name, "task_id": "t", "parent": "t/0", "count": count, "boundary": boundary}
+            for name, count in zip(names, counts[: len(names)], strict=True)]
     requests = pa.Table.from_pylist(rows, schema=REQUESTS)
     made = sample("siblings", requests, Ask(seed=0, temperature=1.0), collection(pool, retries), empty=GROUPS.empty_table())
     return {one.group_id: [sibling.end for sibling in one.siblings] for one in table_to_groups(made)}
@@ -197,7 +199,8 @@ def test_a_block_without_the_turn_asks_no_generator():
 def test_siblings_that_a_generator_lost_or_doubled_are_refused():
     class Careless(Generator):
         def _siblings(self, requests, ask):
-            return super()._siblings(requests.set_column(3, "count", pa.array([count - 1 for count in requests["count"].to_pylist()], pa.int32())), ask)
+            fewer = pa.array([count - 1 for count in requests["count"].to_pylist()], pa.int32())
+            return super()._siblings(requests.set_column(3, "count", fewer), ask)
 
     with pytest.raises(ConservationError, match=r"asked for siblings \(group, count\) \[\('t/0/1', 3\)\]; got \[\('t/0/1', 2\)\]"):
         stage(Pool(Careless()), [trunk("t/0", 0.0, 1.0)])

@@ -40,7 +40,8 @@ def test_defaults_are_valid_and_overrides_win_over_the_file(tmp_path):
 
 @pytest.mark.parametrize(("override", "parts"), [
     ("algorithm.nam=rtpo", ["unknown field algorithm.nam ", "did you mean algorithm.name?", "args"]),
-    ("algorithm.args.n_sibling=3", ["field algorithm.args.n_sibling is no option of rtpo ", "did you mean n_siblings?", "n_trunks", "clip_low", "epochs"]),
+    ("algorithm.args.n_sibling=3", ["field algorithm.args.n_sibling is no option of rtpo ", "did you mean n_siblings?", "n_trunks",
+                                   "clip_low", "epochs"]),
     ("algorithm.n_siblings=3", ["unknown field algorithm.n_siblings", "valid here: name, args"]),
     ("algorthm.name=grpo", ["unknown field algorthm ", "did you mean algorithm?", "learner", "weights"]),
     ("zzz=3", ["unknown field zzz;", "valid here: run, cluster, model"]),

@@ -43,7 +43,8 @@ def test_lost_or_doubled_siblings_are_refused_with_the_numbers(counts):
     ("grpo", {"siblings": 4, "trained": 4}), ("grpo", {"siblings": 6, "trained": 6}), ("grpo", {"siblings": 5, "trained": 4}),
     ("treegrpo", {"siblings": 17, "trained": 16})])
 def test_lost_or_doubled_episodes_are_refused_with_the_numbers(name, counts):
-    with pytest.raises(ConservationError, match=rf"sweep 5, all turns: 5 episodes were asked for; {counts['siblings']} came back, {counts['trained']}"):
+    with pytest.raises(ConservationError, match=rf"sweep 5, all turns: 5 episodes were asked for; {counts['siblings']} came back, "
+                                                rf"{counts['trained']}"):
         check(Stage(), name, **counts)
 
 

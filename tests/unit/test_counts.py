@@ -26,8 +26,8 @@ def test_a_stage_by_hand():
     counts.credit_seconds = 0.0
     assert counts == StageCounts(
         groups=2,  # a and b: c failed, d has no response
-        informative_groups=1, siblings=9, comparable=5, successes=5, trained=2, filtered=Counter(zero_advantage=3, overlong=2), failed=Counter({"E: lost": 2}),
-        failed_first={"E: lost": "c"},
+        informative_groups=1, siblings=9, comparable=5, successes=5, trained=2,
+        filtered=Counter(zero_advantage=3, overlong=2), failed=Counter({"E: lost": 2}), failed_first={"E: lost": "c"},
         generated_tokens=2 * 7, prompt_tokens=3 * 6 + 4, cached_prompt_tokens=0, versions=frozenset({0}))
 
 
@@ -88,3 +88,12 @@ def test_parts_of_a_set_of_episodes_add_up():
     rollouts = [random_rollout(rng_of(i), f"r{i}") for i in range(9)]
     parts = [count_episodes(rollouts_to_table(part)) for part in (rollouts[:4], rollouts[4:4], rollouts[4:])]
     assert sum(parts, EpisodeCounts()) == count_episodes(rollouts_to_table(rollouts))
+
+
+def test_a_summary_is_no_turn():
+    """It belongs to the turn that it sums up; its tokens count."""
+    turns = (turn_record(0), turn_record(0, kind="summary", response=(5, 6, 7)), turn_record(1, reward=1.0))
+    counts = count_episodes(rollouts_to_table([Rollout(rollout_id="a", task_id="t", turns=turns)]))
+    assert (counts.episodes, counts.turns, counts.generated_tokens) == (1, 2, 2 + 3 + 2)
+    (row, *_) = credited(group(Rollout(rollout_id="a", task_id="t", turns=turns, parent="t/0"), sibling("b", 0.0))).to_pylist()
+    assert row["turns"] == 2

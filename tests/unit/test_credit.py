@@ -129,7 +129,8 @@ def test_every_sibling_comes_out_once_with_one_outcome(seed):
     table = credited(*groups)
     assert table.schema == SAMPLES
     assert table["rollout_id"].to_pylist() == [one.rollout_id for made in groups for one in made.siblings]
-    assert [row["sample_id"].removesuffix(":0" if row["outcome"] == "trained" else "") for row in table.to_pylist()] == table["rollout_id"].to_pylist()
+    names = [row["sample_id"].removesuffix(":0" if row["outcome"] == "trained" else "") for row in table.to_pylist()]
+    assert names == table["rollout_id"].to_pylist()
     counts = count_stage(table)
     assert counts.trained + counts.filtered.total() + counts.failed.total() == counts.siblings == len(table)
     assert len(samples_to_train(table)) == counts.trained

@@ -89,7 +89,8 @@ def test_every_boundary_gets_as_many_siblings_as_its_request_asks_for(generator)
     trunks = episodes(generator(), tasks=TASKS[:2], keep_boundaries=True)
     wanted = [(trunks[0], 0, 1), (trunks[0], 2, 3), (trunks[1], 1, 2)]
     table = pa.Table.from_pylist([
-        {"group_id": f"{one.rollout_id}/{turn}", "task_id": one.task_id, "parent": one.rollout_id, "count": count, "boundary": asdict(one.boundaries[turn])}
+        {"group_id": f"{one.rollout_id}/{turn}", "task_id": one.task_id, "parent": one.rollout_id, "count": count,
+         "boundary": asdict(one.boundaries[turn])}
         for one, turn, count in wanted], schema=REQUESTS)
     groups = table_to_groups(asyncio.run(generator().siblings(table, ask(count=99))))
     assert [(one.group_id, one.task_id, one.turn, [sibling.rollout_id for sibling in one.siblings]) for one in groups] == [

@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = {"rtpo_ray": {"ray", "actors", "pipelines"}, "pipelines": {"actors"}}
-LIGHT = ["config", "types", "errors", "options", "cli", "compare", "algorithms", "environments", "environments.lookup", "episodes.contexts", "episodes.episode",
-         "episodes.toolcalls", "engines.base", "engines.scripted", "reports.tracker", "reports.comparison"]
+LIGHT = ["config", "types", "errors", "options", "cli", "compare", "algorithms", "environments", "environments.lookup", "episodes.contexts",
+         "episodes.episode", "episodes.toolcalls", "engines.base", "engines.scripted", "reports.tracker", "reports.comparison"]
 
 
 def files(package):

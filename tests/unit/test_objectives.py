@@ -154,7 +154,8 @@ def test_regression_error():
 
 def test_value_loss_with_and_without_clip():
     """V = (1, 1), V_old = (0, 1), R = (2, 0): the clip holds the first at .2, so its error is 1.8^2."""
-    values, old, targets, weights = torch.tensor([1.0, 1.0], requires_grad=True), torch.tensor([0.0, 1.0]), torch.tensor([2.0, 0.0]), torch.tensor([0.5, 1.0])
+    values = torch.tensor([1.0, 1.0], requires_grad=True)
+    old, targets, weights = torch.tensor([0.0, 1.0]), torch.tensor([2.0, 0.0]), torch.tensor([0.5, 1.0])
     plain = value_loss(values, old, targets, weights, clip=0.0)
     assert plain.item() == pytest.approx(0.5 * (0.5 * 1.0 + 1.0 * 1.0))
     clipped = value_loss(values, old, targets, weights, clip=0.2)

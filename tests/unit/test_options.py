@@ -26,7 +26,8 @@ SPECS = {spec.name: spec for spec in dataclasses.fields(Fields)}
 
 @pytest.mark.parametrize(("name", "value", "expected"), [
     ("plain", -1e9, ""), ("plain", float("nan"), "nan; expected a finite number"), ("plain", float("-inf"), "-inf; expected a finite number"),
-    ("bounded", 0, ""), ("bounded", 2.0, ""), ("bounded", -0.1, "-0.1; expected at least 0 (less is nothing)"), ("bounded", 2.1, "2.1; expected at most 2"),
+    ("bounded", 0, ""), ("bounded", 2.0, ""), ("bounded", -0.1, "-0.1; expected at least 0 (less is nothing)"),
+    ("bounded", 2.1, "2.1; expected at most 2"),
     ("positive", 1e-9, ""), ("positive", 0, "0; expected more than 0"), ("chosen", "b", ""), ("chosen", "c", "'c'; valid choices: a, b")])
 def test_complaints(name, value, expected):
     assert complaint(value, SPECS[name]) == expected
@@ -43,7 +44,8 @@ def test_a_field_keeps_its_documentation():
     ("rtpo", {"n_siblings": 1}, r"n_siblings is 1; expected at least 2 \(one sibling is its own baseline, so its advantage is always 0\)"),
     ("rtpo", {"n_siblings": 2.0}, "n_siblings is 2.0; expected int"), ("rtpo", {"n_siblings": True}, "n_siblings is True; expected int"),
     ("rtpo", {"merge_groups": 1}, "merge_groups is 1; expected bool"), ("rtpo", {"clip_low": "x"}, "clip_low is 'x'; expected float"),
-    ("rtpo", {"kl_coef": float("nan")}, "kl_coef is nan; expected a finite number"), ("rtpo", {"rho_max": 0.0}, "rho_max is 0.0; expected more than 0"),
+    ("rtpo", {"kl_coef": float("nan")}, "kl_coef is nan; expected a finite number"),
+    ("rtpo", {"rho_max": 0.0}, "rho_max is 0.0; expected more than 0"),
     ("seeupo", {"carry": "sum"}, "carry is 'sum'; valid choices: product, geometric"), ("ppo", {"gamma": 1.1}, "gamma is 1.1; expected at most 1"),
     ("grpo", {"n_trunks": None}, "n_trunks is None; expected int"),
     ("rtop", {}, r"'rtop' is no known method \(did you mean rtpo\?\); valid: rtpo, seeupo, grpo.*, or file.py:Class for one of your own"),
@@ -57,7 +59,8 @@ def test_wrong_methods_and_options_are_named_with_what_is_valid(name, args, mess
 @pytest.mark.parametrize(("name", "args", "message"), [
     ("rtpo", {"clip_low": 1.0}, "clip_low is 1.0; expected less than 1"), ("gspo", {"clip_low": 1}, "clip_low is 1; expected less than 1"),
     ("rtpo", {"sync_every": 0, "rho_min": 3.0, "rho_max": 2.0}, "rho_min is 3.0 and rho_max is 2.0; expected rho_min <= rho_max"),
-    ("rtpo", {"rho_min": 0.5}, "rho_min is 0.5 and rho_max is 1.0 with sync_every 1"), ("arpo", {"n_trunks": 17}, r"budget is 16; expected at least n_trunks \(17\)"),
+    ("rtpo", {"rho_min": 0.5}, "rho_min is 0.5 and rho_max is 1.0 with sync_every 1"),
+    ("arpo", {"n_trunks": 17}, r"budget is 16; expected at least n_trunks \(17\)"),
 ])
 def test_options_that_exclude_each_other_are_named(name, args, message):
     with pytest.raises(ValueError, match=message):
@@ -130,7 +133,8 @@ def test_a_method_from_a_file_is_built_like_any_other(file, monkeypatch):
 
 
 def test_options_of_a_method_from_a_file_are_checked(file, monkeypatch):
-    for args, message in (({"scal": 1.0}, r"scal is no option of .*my_method.py:Mine \(did you mean scale\?\)"), ({"scale": 0}, "scale is 0; expected more than 0"),
+    for args, message in (({"scal": 1.0}, r"scal is no option of .*my_method.py:Mine \(did you mean scale\?\)"),
+                          ({"scale": 0}, "scale is 0; expected more than 0"),
                           ({"scale": "x"}, "scale is 'x'; expected float"), ({"n_siblings": 2}, "n_siblings is no option of")):
         with pytest.raises(ValueError, match=message):
             algorithms.make(f"{file}:Mine", args)
@@ -151,3 +155,16 @@ def test_a_file_that_does_not_exist_is_named_with_where_it_was_looked_for(tmp_pa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=rf"'nowhere.py:Mine': no file nowhere.py in {tmp_path}"):
         algorithms.find("nowhere.py:Mine")
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("def broken(:", "cannot be imported: SyntaxError"), ("import no_such_module", "cannot be imported: ModuleNotFoundError"),
+    ("raise RuntimeError('odd')", "cannot be imported: RuntimeError: odd"),
+    ("from rtpo_ray.algorithms.grpo import Grpo\nclass Mine(Grpo):\n    scale: float = 2.0", "Mine is no dataclass of its own; put @dataclass")])
+def test_a_file_that_makes_no_method_says_why(tmp_path, monkeypatch, text, message):
+    (tmp_path / "bad_method.py").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        algorithms.find(f"{tmp_path}/bad_method.py:Mine")
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")
+    with pytest.raises(ConfigError, match=f"field algorithm.name is .*{message}"):
+        load_config(None, [f"algorithm.name={tmp_path}/bad_method.py:Mine"])

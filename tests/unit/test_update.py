@@ -144,7 +144,8 @@ def clipped(samples, steps=1, *, divisor=N_GROUPS, against_engine=False, advanta
             engine = torch.tensor(sample.engine_logprobs)
             advantage = sample.advantage if advantages is None else advantages[sample.rollout_id]
             factor = torch.exp(start - engine).clamp(max=tis) if tis else 1.0
-            losses.append(surrogate(now, engine if against_engine else start, sample, advantage, factor=factor, **options) + extra(sample, now, start))
+            loss = surrogate(now, engine if against_engine else start, sample, advantage, factor=factor, **options)
+            losses.append(loss + extra(sample, now, start))
         plain.step(torch.stack(losses).sum() / divisor)
     return plain.moved()
 
@@ -233,7 +234,8 @@ def with_critic(critic, updates, steps):
                 for i, part in zip(mine, found.split([len(samples[i].response_ids) for i in mine]), strict=True):
                     advantages[i], targets[i], counted[i] = part, part + values[i], torch.ones(len(part))
             else:
-                found = gae(torch.tensor([samples[i].reward for i in mine]), torch.stack([values[i][0] for i in mine]), gamma=critic.gamma, lam=critic.lam)
+                rewards = torch.tensor([samples[i].reward for i in mine])
+                found = gae(rewards, torch.stack([values[i][0] for i in mine]), gamma=critic.gamma, lam=critic.lam)
                 for i, one in zip(mine, found, strict=True):
                     length = len(samples[i].response_ids)
                     advantages[i], targets[i] = one.expand(length), (one + values[i][0]).expand(length)
@@ -243,7 +245,8 @@ def with_critic(critic, updates, steps):
             advantages = [(part - every.mean()) / (every.std(correction=0) + 1e-8) for part in advantages]
         for _ in range(steps):
             loss = 0.0
-            for sample, now, value, start, old, a, target, weight in zip(samples, *plain.both(samples), first, values, advantages, targets, counted, strict=True):
+            columns = (samples, *plain.both(samples), first, values, advantages, targets, counted)
+            for sample, now, value, start, old, a, target, weight in zip(*columns, strict=True):
                 ratio = torch.exp(now - start)
                 policy = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
                 error = (value - target) ** 2
@@ -282,10 +285,12 @@ CASES = {
                             lambda: clipped(flat(), against_engine=True)),
     "sequence ratio to the engine": Case(Objective(ratio="sequence", **ENGINE), lambda: clipped(flat(), against_engine=True, sequence=True),
                                          lambda: clipped(flat(), against_engine=True)),
-    "dual clip": Case(Objective(dual_clip=1.1, **ENGINE), lambda: clipped(flat(), against_engine=True, dual=1.1), lambda: clipped(flat(), against_engine=True)),
+    "dual clip": Case(Objective(dual_clip=1.1, **ENGINE), lambda: clipped(flat(), against_engine=True, dual=1.1),
+                      lambda: clipped(flat(), against_engine=True)),
     "kl": Case(Objective(epochs=2, kl_coef=0.5), lambda: clipped(flat(), 2, extra=kl(0.5)), lambda: clipped(flat(), 2)),
     "tis": Case(Objective(tis_cap=1.2), lambda: clipped(flat(), tis=1.2), lambda: clipped(flat(), tis=1.5)),
-    "mean over weights": Case(Objective(mean_over="weights"), lambda: clipped(flat(), divisor=sum(s.weight for s in flat())), lambda: clipped(flat())),
+    "mean over weights": Case(Objective(mean_over="weights"), lambda: clipped(flat(), divisor=sum(s.weight for s in flat())),
+                              lambda: clipped(flat())),
     "normalise": Case(Objective(normalise=True), lambda: clipped(flat(), advantages=normalised()), lambda: clipped(flat())),
     "regression": Case(Objective(loss="regression", epochs=2), lambda: regressed(2), lambda: regressed(1), samples=pairs),
     "regression with eta": Case(Objective(loss="regression", epochs=2, eta=2.0), lambda: regressed(2, eta=2.0), lambda: regressed(2), samples=pairs),
@@ -298,12 +303,15 @@ CASES = {
                                lambda: clipped(continued(), against_engine=True, advantages=continuations(0.8, 1.3)),
                                lambda: clipped(continued(), against_engine=True, advantages=continuations(1.0, 1.0)), samples=continued),
     "reverse turns": Case(Objective(ratio="sequence", turns=TURNS), lambda: turn_by_turn(), lambda: turn_by_turn(carry=None)),
-    "natural turns": Case(Objective(ratio="sequence", turns=replace(TURNS, order="natural")), lambda: turn_by_turn((0, 1, 2)), lambda: turn_by_turn()),
+    "natural turns": Case(Objective(ratio="sequence", turns=replace(TURNS, order="natural")), lambda: turn_by_turn((0, 1, 2)),
+                          lambda: turn_by_turn()),
     "geometric carry": Case(Objective(ratio="sequence", turns=replace(TURNS, carry="geometric")), lambda: turn_by_turn(carry="geometric"),
                             lambda: turn_by_turn()),
-    "clipped carry": Case(Objective(ratio="sequence", turns=replace(TURNS, carry_clip=0.02)), lambda: turn_by_turn(carry_clip=0.02), lambda: turn_by_turn()),
+    "clipped carry": Case(Objective(ratio="sequence", turns=replace(TURNS, carry_clip=0.02)), lambda: turn_by_turn(carry_clip=0.02),
+                          lambda: turn_by_turn()),
     "normalised and clamped turns": Case(Objective(ratio="sequence", normalise=True, epochs=2, turns=replace(TURNS, advantage_clip=1.0)),
-                                         lambda: turn_by_turn(advantages=normalised(1.0), epochs=2), lambda: turn_by_turn(advantages=normalised(), epochs=2)),
+                                         lambda: turn_by_turn(advantages=normalised(1.0), epochs=2),
+                                         lambda: turn_by_turn(advantages=normalised(), epochs=2)),
 }
 DRAWN = {  # cases in which the seed decides among outcomes
     **{f"random turns {seed}": Case(Objective(ratio="sequence", turns=replace(TURNS, order="random")), None, seed=seed) for seed in range(3)},
@@ -423,7 +431,8 @@ def test_responses_of_a_rollout_stay_together_in_mini_batches():
 
 
 def test_more_mini_batches_than_rollouts_are_as_many_as_there_are():
-    which("more mini-batches than rollouts", {order: in_parts([[name] for name in order]) for order in itertools.permutations(("g0/0", "g0/1", "g0/2"))})
+    orders = itertools.permutations(("g0/0", "g0/1", "g0/2"))
+    which("more mini-batches than rollouts", {order: in_parts([[name] for name in order]) for order in orders})
     assert outcomes(1)[0]["more mini-batches than rollouts"][0].optimizer_steps == 3
 
 
