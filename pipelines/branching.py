@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pyarrow as pa
 
 from pipelines.rows import REQUESTS, groups_to_table, table_to_groups, table_to_rollouts
 from rtpo_ray.algorithms.base import Algorithm, Stage
-from rtpo_ray.types import Boundary, Group, Rollout, derive_seed
+from rtpo_ray.types import Group, Rollout, derive_seed
 
 
 def requests(trunks: pa.Table, stage: Stage, algorithm: Algorithm, seed: int) -> pa.Table:
@@ -28,7 +28,7 @@ def requests(trunks: pa.Table, stage: Stage, algorithm: Algorithm, seed: int) ->
             boundary = next(boundary for boundary in trunk.boundaries if boundary.turn == branch.turn)
             if branch.count:
                 rows.append({"group_id": f"{trunk.rollout_id}/{branch.turn}", "task_id": task_id, "parent": trunk.rollout_id, "count": branch.count,
-                             "boundary": _boundary_row(boundary)})
+                             "boundary": asdict(boundary)})
     return pa.Table.from_pylist(rows, schema=REQUESTS)
 
 
@@ -70,7 +70,3 @@ def _by_task(rollouts: list[Rollout]) -> Iterable[tuple[str, list[Rollout]]]:
     for rollout in rollouts:
         tasks.setdefault(rollout.task_id, []).append(rollout)
     return tasks.items()
-
-
-def _boundary_row(boundary: Boundary) -> dict[str, object]:
-    return {"turn": boundary.turn, "context_hash": boundary.context_hash, "state_hash": boundary.state_hash, "snapshot": boundary.snapshot}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -35,7 +37,7 @@ def _credit_one(group: Group, algorithm: Algorithm) -> list[dict[str, Any]]:
     if failure or overlong:
         outcome, reason = ("failed", failure) if failure else ("filtered", "overlong")
         return [_row(group, sibling, outcome, reason) for sibling in group.siblings]
-    credits, objective = algorithm.credit(group), algorithm.objective
+    credits, objective = _checked(algorithm.credit(group), group), algorithm.objective
     rounding = 1e-12 * max(1.0, *(abs(sibling.returns_to_go) for sibling in group.siblings))
     if not (objective.needs_all or any(abs(credit.advantage) > rounding for credit in credits)):
         return [_row(group, sibling, "filtered", "zero_advantage") for sibling in group.siblings]
@@ -51,6 +53,19 @@ def _credit_one(group: Group, algorithm: Algorithm) -> list[dict[str, Any]]:
             rows.append(_row(group, sibling, "filtered", "uncredited"))
         rows += [_row(group, sibling, "trained", "", credit, first=number == 0) for number, credit in enumerate(own)]
     return rows
+
+
+def _checked(credits: Sequence[Credit], group: Group) -> Sequence[Credit]:
+    """What a method made, which may be a user's. Raises ValueError for what could only be trained wrongly."""
+    for credit in credits:
+        where = f"group {group.group_id}, sibling {credit.sibling}, turn {credit.record.turn}"
+        if not 0 <= credit.sibling < len(group.siblings):
+            raise ValueError(f"{where}: credit names a sibling that is not there; expected 0 to {len(group.siblings) - 1}")
+        if not math.isfinite(credit.advantage):
+            raise ValueError(f"{where}: credit gave the advantage {credit.advantage}; expected a finite number")
+        if not 0 < credit.weight < math.inf:
+            raise ValueError(f"{where}: credit gave the weight {credit.weight}; expected a finite number above 0")
+    return credits
 
 
 def _row(group: Group, sibling: Rollout, outcome: str, reason: str, credit: Credit | None = None, first: bool = True) -> dict[str, Any]:

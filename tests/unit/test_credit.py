@@ -1,5 +1,6 @@
 """RTPO's credit against numbers worked out by hand, the rows that come of credit, and the conservation of siblings."""
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -257,3 +258,19 @@ def test_credit_of_the_base_must_be_defined():
     with pytest.raises(TypeError, match=r"Nothing must define credit\(group\)"):
         Nothing().credit(group(sibling("a", 1.0)))
     assert Credit(0, turn_record(), 1.0, 0.5) == Credit(0, turn_record(), 1.0, 0.5)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"advantage": math.nan}, r"group g, sibling 0, turn 0: credit gave the advantage nan; expected a finite number"),
+    ({"weight": 0.0}, r"group g, sibling 0, turn 0: credit gave the weight 0.0; expected a finite number above 0"),
+    ({"weight": math.inf}, r"credit gave the weight inf"), ({"weight": -1.0}, r"credit gave the weight -1.0"),
+    ({"sibling": 2}, r"group g, sibling 2, turn 0: credit names a sibling that is not there; expected 0 to 1"),
+    ({"sibling": -1}, r"sibling -1")])
+def test_credit_that_could_only_be_trained_wrongly_is_refused(change, message):
+    class Odd(type(algorithms.make("rtpo", {}))):
+        def credit(self, made):
+            first, *others = super().credit(made)
+            return [dataclasses.replace(first, **change), *others]
+
+    with pytest.raises(ValueError, match=message):
+        credited(group(sibling("g/0", 1.0), sibling("g/1", 0.0), name="g"), algorithm=Odd())
