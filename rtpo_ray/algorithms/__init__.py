@@ -63,7 +63,7 @@ def find(name: str) -> type[Algorithm]:
     if not path.endswith(".py"):
         close = difflib.get_close_matches(name, REGISTRY, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        raise ValueError(f"{name!r} is no known method{hint}; valid: {', '.join(REGISTRY)}, or file.py:Class for one of your own")
+        raise ValueError(f"{name!r}; valid choices: {', '.join(REGISTRY)}, or file.py:Class for one of your own{hint}")
     if not Path(path).is_file():
         raise ValueError(f"{name!r}: no file {path} in {Path.cwd()}")
     try:

@@ -23,7 +23,7 @@ STAGE_TOO = {"k3", "failed_first", "trained", "clip_fraction", "optimizer_steps"
              "weights_hash", "probe_gap", "retired"}
 SWEEP = {"kind", "sweep", "tasks", "trunk_success", "trunk_turns_mean", "seconds"}
 SWEEP_TOO = {"retired", "trunk_ends", "failed", "failed_first", "generated_tokens", "weight_version"}
-EVAL = {"kind", "sweep", "tasks", "success", "success_greedy", "turns_mean", "tool_calls_mean", "malformed_calls"}
+EVAL = {"kind", "sweep", "tokens", "tasks", "success", "success_greedy", "turns_mean", "tool_calls_mean", "malformed_calls"}
 EVAL_TOO = {"retired", "weight_version", "failed", "failed_first", "seconds"}
 SECONDS = {"generate", "credit", "learn", "broadcast", "other", "total"}
 
@@ -35,6 +35,7 @@ def test_two_sweeps_of_rtpo(cluster, tiny_model, tmp_path):
 
     stages, sweeps, evals = ([event for event in events if event["kind"] == kind] for kind in ("stage", "sweep", "eval"))
     assert [(event["sweep"], event["tasks"]) for event in evals] == [(0, 16), (2, 16)]
+    assert [event["tokens"] for event in evals] == [0, sum(event["generated_tokens"] for event in (*stages, *sweeps))]
     assert [(event["sweep"], event["tasks"]) for event in sweeps] == [(0, 32), (1, 32)]
     assert all(set(event) == STAGE | STAGE_TOO and set(event["seconds"]) == SECONDS for event in stages)
     assert all(set(event) == SWEEP | SWEEP_TOO and set(event["seconds"]) == SECONDS for event in sweeps)

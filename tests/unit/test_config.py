@@ -97,7 +97,7 @@ def test_wrong_types_name_field_value_and_type(override, parts):
     (["learner.beta2=1"], ["learner.beta2 is 1.0", "[0, 1)"]),
     (["algorithm.args.clip_low=1"], ["algorithm.args.clip_low is 1", "less than 1"]),
     (["algorithm.args.clip_low=.nan"], ["algorithm.args.clip_low is nan", "finite"]),
-    (["algorithm.name=grpo2"], ["algorithm.name is 'grpo2'", "did you mean grpo?", "valid: rtpo, seeupo, grpo", "file.py:Class"]),
+    (["algorithm.name=grpo2"], ["algorithm.name is 'grpo2'", "did you mean grpo?", "valid choices: rtpo, seeupo, grpo", "file.py:Class"]),
     (["environment.name=maze"], ["environment.name is 'maze'", "lookup"]),
     (["environment.context=merge"], ["environment.context is 'merge'", "append, template"]),
     (["sampling.overlong=cut"], ["sampling.overlong is 'cut'", "error, drop"]),
