@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +17,10 @@ from actors.evaluator import Evaluator, Event
 from actors.gang import LEARNERS, LearnerGang
 from actors.publisher import AsLoaded, WeightPublisher
 from actors.spawn import spawn_pool
-from actors.waiting import wait_for
+from actors.waiting import wait_for, wait_for_end
 from rtpo_ray import algorithms
 from rtpo_ray.config import DATA_CPUS, Config
-from rtpo_ray.errors import ConfigError, DeadlineExceeded
+from rtpo_ray.errors import ConfigError
 
 # A machine with few cores keeps few idle workers, and starting one costs as much as a stage of the tiny model.
 KEEP_WORKERS = {"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold_ms": 600_000}
@@ -56,25 +55,33 @@ def check_placement(config: Config, resources: dict[str, float], learn: bool = T
                               f"(x {each_generator:g} {kind}): with {data} for Ray Data, {need:g} {kind}s do not fit the cluster's {have:g}")
 
 
-def run_events(config: Config, model_path: str, folder: str) -> Iterator[Event]:
-    """Train on the connected cluster; the coordinator's events as they happen. Raises the first error of whoever failed."""
-    _await_end_of_last_run(config.cluster.start_timeout)
-    coordinator = _spawn_root(CoordinatorActor, "rtpo-coordinator", config, model_path)
-    try:
-        with root_cause():
-            for ref in coordinator.run.options(num_returns="streaming").remote(folder):
-                yield ray.get(ref)
-    finally:
-        ray.kill(coordinator)
+def run_events(config: Config, model_path: str, folder: str, reason: str = "") -> Iterator[Event]:
+    """Train on the connected cluster; the coordinator's events as they happen. Raises the first error of whoever failed.
+
+    `reason`: why the run in `folder` goes on; empty when it begins. A coordinator that dies is started again and goes on likewise.
+    """
+    in_vain = 0  # deaths of the coordinator since the last event
+    while True:
+        _await_end_of_last_run(config.cluster.start_timeout)
+        coordinator = _spawn_root(CoordinatorActor, "rtpo-coordinator", config, model_path)
+        try:
+            for ref in coordinator.run.options(num_returns="streaming").remote(folder, reason):
+                with root_cause():
+                    event = ray.get(ref)
+                in_vain = 0
+                yield event
+            return
+        except ray.exceptions.RayActorError as error:  # of the coordinator, or of the pool that it owns
+            in_vain += 1
+            if in_vain > config.cluster.restarts:
+                raise
+            reason = f"the coordinator was lost: {str(error).strip().splitlines()[0]}"
+        finally:
+            ray.kill(coordinator)
 
 
 def _await_end_of_last_run(timeout: float) -> None:
-    """Names of actors are free again, and so are their CPUs, some time after the coordinator that owns them is gone; Ray tells nobody when."""
-    until = time.monotonic() + timeout
-    while left := [name for name in ray.util.list_named_actors() if name.startswith("rtpo-")]:
-        if time.monotonic() > until:
-            raise DeadlineExceeded(f"waited {timeout:g} s for the end of the last run's actors: {', '.join(left)}")
-        time.sleep(0.1)
+    wait_for_end(["rtpo-*"], timeout)
     try:
         remove_placement_group(get_placement_group(LEARNERS))
     except ValueError:  # there was no run on this cluster before, or it is removed already
@@ -119,9 +126,9 @@ class CoordinatorActor:
     def __repr__(self) -> str:
         return f"Coordinator({self._config.algorithm.name}, {self._config.run.name})"
 
-    def run(self, folder: str) -> Iterator[Event]:
-        """The events of the whole run."""
-        yield from build_coordinator(self._config, self._model_path).run(folder)
+    def run(self, folder: str, reason: str) -> Iterator[Event]:
+        """The events of the whole run, or of the rest of it."""
+        yield from build_coordinator(self._config, self._model_path).run(folder, reason)
 
 
 class EvaluatorActor(CoordinatorActor):

@@ -10,7 +10,8 @@
 What unblocks what: the update waits for the stage's last block; the next stage waits until every serving generator proved the
 new version. A stage whose turn no trunk reached, or whose groups all have equal returns, changes nothing and pushes nothing; a method
 that collects once (GRPO) has one stage, on the trunks themselves, and one that lets generators fall behind pushes at the sweep's end.
-The coordinator holds references and counts, never token arrays. `run` yields one event (a dict) a stage, sweep and evaluation.
+The coordinator holds references and counts, never token arrays. `run` yields one event (a dict) a stage, sweep and evaluation; each is in
+the run's ledger first. A run that was killed, and one whose learner is lost, goes on from the last step there whose state is on disk.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import ray.data
@@ -25,12 +27,14 @@ import ray.data
 from actors.evaluator import Evaluator, Event, rate
 from actors.gang import LearnerGang
 from actors.publisher import Published, WeightPublisher
+from actors.waiting import wait_for
 from pipelines import tasks
-from pipelines.collect import stage_samples
+from pipelines.collect import read_episodes, stage_samples
 from pipelines.counts import EpisodeCounts, StageCounts
 from rtpo_ray.algorithms.base import Algorithm, Stage
 from rtpo_ray.config import Config
-from rtpo_ray.errors import ConservationError, WeightSyncError
+from rtpo_ray.errors import CheckpointError, ConservationError, LearnerLost, WeightSyncError
+from rtpo_ray.ledger import Ledger, Progress, state_folder, trunks_folder
 from rtpo_ray.types import UpdateResult, derive_seed
 
 
@@ -46,51 +50,73 @@ class Coordinator(Evaluator):
     def __init__(self, *, config: Config, algorithm: Algorithm, pool: Any, gang: LearnerGang, publisher: WeightPublisher) -> None:
         super().__init__(config=config, pool=pool, publisher=publisher)
         self._algorithm, self._gang = algorithm, gang
-        self._tokens = 0  # generated in training so far
-        self._unpublished = False  # whether the learner is ahead of the generators
+        self._at = Progress()  # where the run stands
+        self._steps = 0  # finished by this coordinator
+        self._unsaved = ""  # why the last checkpoint could not be written, until an event has said so
 
-    def run(self, folder: str) -> Iterator[Event]:
-        """Train; events as they happen. Checkpoints and the final model go under `folder`."""
-        run = self._config.run
-        yield from self.evaluate(0, 0)
-        for sweep in range(run.sweeps):
-            before = self._tokens
-            yield from self._sweep(sweep)
-            done, last = sweep + 1, sweep + 1 == run.sweeps or 0 < run.tokens <= self._tokens
-            if run.checkpoint_every and done % run.checkpoint_every == 0:
-                self._gang.save_checkpoint(f"{folder}/checkpoints/sweep-{done:06d}")
-            if last or self._evaluation_due(done, before):
-                yield from self.evaluate(done, self._tokens)
-            if last:
+    def run(self, folder: str, reason: str = "") -> Iterator[Event]:
+        """Train, or go on with what `folder` holds of this run, because of `reason`; events as they happen."""
+        self._folder = folder
+        with Ledger(folder) as self._ledger:
+            in_vain = 0  # losses of the learner since the last finished step
+            while True:
+                steps = self._steps
+                try:
+                    if reason:
+                        yield from self._resume(reason)
+                    yield from self._walk()
+                    break
+                except LearnerLost as error:
+                    in_vain = 1 if self._steps > steps else in_vain + 1
+                    if in_vain > self._config.cluster.restarts:
+                        raise
+                    reason = str(error)
+                    self._gang.restart()
+
+    def _walk(self) -> Iterator[Event]:
+        """From where the run stands to its end."""
+        while True:
+            if self._evaluation_due():
+                for event in self.evaluate(self._at.sweep, self._at.tokens):
+                    yield self._commit(event, evaluated=self._at.sweep, evaluated_tokens=self._at.tokens)
+            if self._over():
                 break
-        self._gang.export(f"{folder}/final")
+            yield from self._sweep()
+        self._finish_saving()
+        self._gang.export(f"{self._folder}/final")
+        self._ledger.append(replace(self._at, finished=True))
 
-    def _evaluation_due(self, done: int, tokens_before: int) -> bool:
-        run = self._config.run
-        if run.eval_every_tokens:
-            return tokens_before // run.eval_every_tokens < self._tokens // run.eval_every_tokens
-        return bool(run.eval_every) and done % run.eval_every == 0
-
-    def _sweep(self, sweep: int) -> Iterator[Event]:
+    def _sweep(self) -> Iterator[Event]:
         """Trunks, then every stage on them."""
-        started = time.perf_counter()
-        method, max_turns = self._algorithm, self._config.environment.max_turns
-        batch = tasks.training_tasks(self._config.run.seed, sweep, self._config.sampling.tasks_per_sweep)
-        trunks, counts, busy = self._episodes(batch, "trunks", self._ask("trunks", sweep, count=method.n_trunks, keep_boundaries=method.branching))
-        self._tokens += counts.generated_tokens
-        spent = [{"generate": busy}]
-        for number, stage in enumerate(method.stages(max_turns)):
-            if stage.turn is None or counts.boundaries[stage.turn]:
+        started, sweep = time.perf_counter(), self._at.sweep
+        trunks, counts, spent = self._trunks(sweep)
+        for number, stage in enumerate(self._algorithm.stages(self._config.environment.max_turns)):
+            if number >= self._at.stage and (stage.turn is None or counts.boundaries[stage.turn]):
                 event = self._stage(sweep, number, stage, trunks, counts)
-                self._tokens += event["generated_tokens"]
                 spent.append(event["seconds"])
-                yield event
-        if self._unpublished:
+                yield self._commit(event, stage=number + 1, tokens=self._at.tokens + event["generated_tokens"])
+        if self._at.unpublished:
             spent.append({"broadcast": self._push().seconds})
-        yield {"kind": "sweep", "sweep": sweep, "tasks": len(batch), "trunk_success": rate(counts.successes, counts.episodes),
-               "trunk_turns_mean": rate(counts.turns, counts.episodes), "trunk_ends": dict(counts.ends), "failed": dict(counts.failed),
-               "failed_first": counts.failed_first, "generated_tokens": counts.generated_tokens, "weight_version": self._version,
-               "retired": self._retired(), "seconds": _phases(spent, time.perf_counter() - started)}
+        event = {"kind": "sweep", "sweep": sweep, "tasks": self._config.sampling.tasks_per_sweep,
+                 "trunk_success": rate(counts.successes, counts.episodes),
+                 "trunk_turns_mean": rate(counts.turns, counts.episodes), "trunk_ends": dict(counts.ends), "failed": dict(counts.failed),
+                 "failed_first": counts.failed_first, "generated_tokens": counts.generated_tokens, "weight_version": self._at.version,
+                 "retired": self._retired(), "seconds": _phases(spent, time.perf_counter() - started)}
+        yield self._commit(event, sweep=sweep + 1, stage=-1)
+        if self._config.run.checkpoint_every and (sweep + 1) % self._config.run.checkpoint_every == 0:
+            self._save(f"{self._folder}/checkpoints/sweep-{sweep + 1:06d}")
+
+    def _trunks(self, sweep: int) -> tuple[ray.data.MaterializedDataset, EpisodeCounts, list[dict[str, float]]]:
+        """The trunks of a sweep, what they amount to, and the seconds that they took; read back when the run was resumed in its middle."""
+        method, kept = self._algorithm, trunks_folder(self._folder, sweep)
+        if self._at.stage >= 0:
+            return *read_episodes(kept, self._config.sampling.stage_timeout), []
+        batch = tasks.training_tasks(self._config.run.seed, sweep, self._config.sampling.tasks_per_sweep)
+        ask = self._ask("trunks", sweep, count=method.n_trunks, keep_boundaries=method.branching)
+        trunks, counts, busy = self._episodes(batch, "trunks", ask, kept)
+        self._at = replace(self._at, stage=0, tokens=self._at.tokens + counts.generated_tokens)
+        self._ledger.append(self._at)
+        return trunks, counts, [{"generate": busy}]
 
     def _stage(self, sweep: int, number: int, stage: Stage, trunks: ray.data.MaterializedDataset, episodes: EpisodeCounts) -> Event:
         """One stage: collect and credit, update, publish."""
@@ -104,16 +130,78 @@ class Coordinator(Evaluator):
         collected = time.perf_counter()
         update = self._gang.update(counts.groups, counts.comparable, derive_seed(seed, sweep, "update", number if stage.turn is None else stage.turn))
         learned = time.perf_counter()
-        self._unpublished = self._unpublished or update.optimizer_steps > 0
-        published = self._push() if self._unpublished and stage.publish else None
+        if update.optimizer_steps:
+            self._at = replace(self._at, updates=self._at.updates + 1, unpublished=True)
+            self._save_state()
+        published = self._push() if self._at.unpublished and stage.publish else None
         done = time.perf_counter()
         spent = {"generate": self._busy(), "credit": counts.credit_seconds, "learn": learned - collected, "broadcast": done - learned}
         return stage_event(sweep, stage, counts, update, published) | {"retired": self._retired(), "seconds": _phases([spent], done - started)}
 
-    def _push(self) -> Published:
-        published = self._publish(self._version + 1)
-        self._unpublished = False
+    def _refit(self) -> None:
+        self._publish(self._at.version + self._at.unpublished)  # newer weights never go by an old version's number
+
+    def _publish(self, version: int) -> Published:
+        published = super()._publish(version)
+        self._at = replace(self._at, version=version, unpublished=False)
         return published
+
+    def _push(self) -> Published:
+        return self._publish(self._at.version + 1)
+
+    # --- what comes next, and what is done
+
+    def _evaluation_due(self) -> bool:
+        """Before training, at its end, and every so many sweeps or tokens between."""
+        run, at = self._config.run, self._at
+        if at.stage >= 0 or at.evaluated == at.sweep:
+            return False
+        if at.evaluated < 0 or self._over():
+            return True
+        if run.eval_every_tokens:
+            return at.evaluated_tokens // run.eval_every_tokens < at.tokens // run.eval_every_tokens
+        return bool(run.eval_every) and at.sweep % run.eval_every == 0
+
+    def _over(self) -> bool:
+        run, at = self._config.run, self._at
+        return at.stage < 0 and (at.sweep >= run.sweeps or 0 < run.tokens <= at.tokens)
+
+    def _commit(self, event: Event, **changes: Any) -> Event:
+        """One finished step in the ledger; its event with the time."""
+        self._at = replace(self._at, **changes)
+        kept = self._ledger.append(self._at, {**event, "unsaved": self._unsaved})
+        self._ledger.prune(self._config.run.keep_states)
+        self._unsaved, self._steps = "", self._steps + (event["kind"] != "resume")
+        return kept
+
+    def _resume(self, reason: str) -> Iterator[Event]:
+        """Back to the last step that can be built upon; the generators get its weights before anyone samples."""
+        self._at, undone = self._ledger.rewind()
+        self._at = replace(self._at, finished=False)
+        if self._at.updates:
+            self._gang.load_checkpoint(str(state_folder(self._folder, self._at.updates)))
+        yield self._commit({"kind": "resume", "sweep": self._at.sweep, "stage": self._at.stage, "weight_version": self._at.version,
+                            "undone": undone, "reason": reason})
+        wait_for(self._pool.fill.remote(self._at.version), self._config.cluster.start_timeout + 60, "the generator pool to have its generators ready")
+        self._publish(self._at.version)
+
+    def _save_state(self) -> None:
+        """Of the learner, in the background, as often as configured."""
+        every = self._config.run.state_every
+        if every and self._at.updates % every == 0:
+            self._save(str(state_folder(self._folder, self._at.updates)))
+
+    def _save(self, path: str) -> None:
+        """Begin to write a checkpoint, once the one before is written."""
+        self._finish_saving()
+        self._gang.start_checkpoint(path)
+
+    def _finish_saving(self) -> None:
+        """A run goes on without a checkpoint that cannot be written, and says so; it is then resumed from the one before."""
+        try:
+            self._gang.finish_checkpoint()
+        except CheckpointError as error:
+            self._unsaved = str(error)
 
     def _check(self, counts: StageCounts, where: str, stage: Stage, episodes: EpisodeCounts) -> None:
         """Conservation, and no stale sample."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray.data
@@ -53,11 +54,15 @@ class Evaluator:
                "retired": self._retired(),
                "seconds": time.perf_counter() - started}
 
-    def _episodes(self, batch: Sequence[Task], name: str, ask: Ask) -> tuple[ray.data.MaterializedDataset, EpisodeCounts, float]:
-        """Whole episodes of `batch`: where they lie, what they amount to, and the seconds in which generators were busy."""
+    def _episodes(self, batch: Sequence[Task], name: str, ask: Ask,
+                  keep: Path | None = None) -> tuple[ray.data.MaterializedDataset, EpisodeCounts, float]:
+        """Whole episodes of `batch`: where they lie, what they amount to, and the seconds in which generators were busy.
+
+        `keep`: a folder in which they are kept as well.
+        """
         self._ready()
         episodes = collect_episodes(batch, name, ask, self._collection(), self._blocks)
-        counts = count_rollouts(episodes, self._config.sampling.stage_timeout)
+        counts = count_rollouts(episodes, self._config.sampling.stage_timeout, keep)
         if counts.episodes != len(batch) * ask.count:
             raise ConservationError(f"{name}: {len(batch) * ask.count} episodes were asked for, {counts.episodes} came back")
         return episodes, counts, self._busy()
@@ -66,7 +71,10 @@ class Evaluator:
         """Start generators that are missing; whoever does not serve the present version is brought to it."""
         timeout = self._config.cluster.start_timeout + 60
         if wait_for(self._pool.fill.remote(self._version), timeout, "the generator pool to have its generators ready"):
-            self._publish(self._version)
+            self._refit()
+
+    def _refit(self) -> None:
+        self._publish(self._version)
 
     def _publish(self, version: int) -> Published:
         published = self._publisher.publish(version)

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.learner import LearnerRank
-from actors.waiting import wait_for
+from actors.waiting import wait_for, wait_for_end
 from pipelines.counts import StageCounts
 from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.config import Config
+from rtpo_ray.errors import DeadlineExceeded, LearnerLost
 from rtpo_ray.types import UpdateResult
 
 LEARNERS = "rtpo-learners"  # name of the placement group
@@ -28,26 +30,38 @@ class LearnerGang:
     """
 
     def __init__(self, config: Config, model_path: str, objective: Objective) -> None:
-        learner = config.learner
-        self._timeout = learner.timeout
+        self._config, self._model_path, self._objective = config, model_path, objective
+        self._timeout = config.learner.timeout
+        self.generation = 0  # how often the gang was started; weight channels do not outlive it
+        self._start()
+
+    def restart(self) -> None:
+        """End all ranks and start them again, with the model as it was at first. For when one of them is lost."""
+        self.close()
+        wait_for_end(["rtpo-learner-*"], self._config.cluster.start_timeout)
+        self._start()
+
+    def _start(self) -> None:
+        learner, start = self._config.learner, self._config.cluster.start_timeout
         bundle = {"CPU": learner.cpus, "GPU": learner.gpus}
         self._group = placement_group([{k: v for k, v in bundle.items() if v}] * learner.ranks, strategy="PACK", name=LEARNERS)
-        if not self._group.wait(config.cluster.start_timeout):
+        if not self._group.wait(start):
             raise TimeoutError(f"placement of {learner.ranks} learner ranks ({bundle} each) not granted within cluster.start_timeout "
-                               f"({config.cluster.start_timeout:g} s); the cluster has {ray.available_resources()}")
-        self.ranks = [self._spawn(config, model_path, objective, rank) for rank in range(learner.ranks)]
-        where = wait_for(self.ranks[0].rendezvous.remote(), config.cluster.start_timeout, "learner rank 0 to start")
-        wait_for([rank.setup.remote(where) for rank in self.ranks], config.cluster.start_timeout, "the learner ranks to load the model")
+                               f"({start:g} s); the cluster has {ray.available_resources()}")
+        self.ranks = [self._spawn(rank) for rank in range(learner.ranks)]
+        where = wait_for(self.ranks[0].rendezvous.remote(), start, "learner rank 0 to start")
+        wait_for([rank.setup.remote(where) for rank in self.ranks], start, "the learner ranks to load the model")
         self._next = itertools.cycle(self.ranks)
+        self.generation += 1
 
-    def _spawn(self, config: Config, model_path: str, objective: Objective, rank: int) -> Any:
-        learner = config.learner
+    def _spawn(self, rank: int) -> Any:
+        config, learner = self._config, self._config.learner
         return ray.remote(LearnerRank).options(
             name=f"rtpo-learner-{rank}", num_cpus=learner.cpus, num_gpus=learner.gpus, max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
             runtime_env={"env_vars": thread_variables(learner.threads)},
-        ).remote(rank=rank, world_size=learner.ranks, model_path=model_path, dtype=config.model.dtype, config=learner, weights=config.weights,
-                 objective=objective, temperature=config.sampling.temperature, device="cuda" if learner.gpus else "cpu")
+        ).remote(rank=rank, world_size=learner.ranks, model_path=self._model_path, dtype=config.model.dtype, config=learner, weights=config.weights,
+                 objective=self._objective, temperature=config.sampling.temperature, device="cuda" if learner.gpus else "cpu")
 
     def feed(self, block: ray.ObjectRef) -> ray.ObjectRef:
         """Hand one block of samples to the next rank; the reference is to its StageCounts."""
@@ -55,7 +69,7 @@ class LearnerGang:
 
     def counts(self, fed: Sequence[ray.ObjectRef]) -> StageCounts:
         """Sum of the counts of everything fed."""
-        return sum(wait_for(list(fed), self._timeout, "the learner ranks to take a stage's samples"), StageCounts())
+        return sum(self._answers(list(fed), "take a stage's samples"), StageCounts())
 
     def update(self, n_groups: int, n_rollouts: int, seed: int) -> UpdateResult:
         """One update on all that was fed; the ranks agree on the result."""
@@ -67,12 +81,26 @@ class LearnerGang:
     def export(self, path: str) -> None:
         self._all("export", path)
 
-    def save_checkpoint(self, path: str) -> None:
-        self._all("save_checkpoint", path)
+    def start_checkpoint(self, path: str) -> None:
+        """Write a checkpoint in the background, after the one before. Raises CheckpointError of that one."""
+        self._all("start_checkpoint", path)
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written, if any. Raises CheckpointError when it could not be."""
+        self._all("finish_checkpoint")
+
+    def load_checkpoint(self, path: str) -> None:
+        self._all("load_checkpoint", path)
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        answers: list[Any] = wait_for(
-            [getattr(rank, method).remote(*args) for rank in self.ranks], self._timeout, f"the learner ranks to {method} (learner.timeout)")
+        return self._answers([getattr(rank, method).remote(*args) for rank in self.ranks], method)
+
+    def _answers(self, refs: list[ray.ObjectRef], what: str) -> list[Any]:
+        """Raises LearnerLost when a rank died or does not answer, and what a rank raised."""
+        try:
+            answers: list[Any] = wait_for(refs, self._timeout, f"the learner ranks to {what} (learner.timeout)")
+        except (RayActorError, DeadlineExceeded) as error:
+            raise LearnerLost(f"a learner rank was lost when the gang was to {what}: {str(error).strip().partition(chr(10))[0]}") from error
         return answers
 
     def close(self) -> None:

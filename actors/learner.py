@@ -107,10 +107,18 @@ class LearnerRank:
         self.learner.export(path, self._model_path)
         return path
 
-    def save_checkpoint(self, path: str) -> str:
-        """Write a sharded checkpoint of model and optimizer. Collective."""
-        self.learner.save_checkpoint(path)
-        return path
+    def start_checkpoint(self, path: str) -> None:
+        """Write a sharded checkpoint of model and optimizer, in the background. Collective."""
+        self.learner.start_checkpoint(path)
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written, if any. Collective. Raises CheckpointError when it could not be."""
+        self.learner.finish_checkpoint()
+
+    def load_checkpoint(self, path: str) -> None:
+        """Continue from a checkpoint; forgets samples received since the last update. Collective."""
+        self._samples = []
+        self.learner.load_checkpoint(path)
 
     @property
     def learner(self) -> Learner:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from actors.gang import LearnerGang
 from actors.waiting import wait_for
 from rtpo_ray.config import WeightsConfig
-from rtpo_ray.errors import WeightSyncError
+from rtpo_ray.errors import LearnerLost, WeightSyncError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +68,14 @@ class WeightPublisher:
     def __init__(self, gang: LearnerGang, pool: Any, config: WeightsConfig, *, temperature: float, device: str, probe_context: Sequence[int]) -> None:
         self._gang, self._pool, self._config = gang, pool, config
         self._temperature, self._device, self._probe_context = temperature, device, list(probe_context)
-        self._connected: tuple[str, ...] = ()  # members of the present group
+        self._connected: tuple[int, tuple[str, ...]] = (0, ())  # generation of the gang and members of the present group
         self._series, self._groups = uuid.uuid4().hex[:6], 0  # names of groups are never used twice, not even by two publishers of one gang
 
     def publish(self, version: int) -> Published:
-        """Bring every generator to the learner's weights as `version`. Raises WeightSyncError when none can be brought there."""
+        """Bring every generator to the learner's weights as `version`.
+
+        Raises WeightSyncError when none can be brought there, and LearnerLost when the sender dies or does not answer.
+        """
         started = time.perf_counter()
         retired: dict[str, str] = {}
         innocent = 0  # attempts that failed without anyone to blame
@@ -89,7 +92,7 @@ class WeightPublisher:
                     self._ask(self._pool.serve.remote(name, version))
                 return Published(version=version, hash=digest, members=tuple(members), retired=retired, probe_gap=gap,
                                  seconds=time.perf_counter() - started)
-            self._connected = ()
+            self._connected = (0, ())
             blamed = {name: str(failure) for name, failure in failed.items() if failure.guilty}
             innocent += not blamed
             if innocent == ATTEMPTS:
@@ -100,7 +103,7 @@ class WeightPublisher:
 
     def _attempt(self, version: int, members: dict[str, Any]) -> tuple[str, dict[str, Failure]]:
         """One broadcast: (hash that was sent, failure by member that did not end up with it)."""
-        if self._connected != tuple(members):
+        if self._connected != (self._gang.generation, tuple(members)):
             failed = self._connect(members)
             if failed:
                 return "", failed
@@ -109,7 +112,9 @@ class WeightPublisher:
         try:
             digest = ray.get(sending, timeout=2 * self._config.timeout)[0][0]
         except GetTimeoutError as error:  # a sender that hangs leaves every receiver without an answer: none of them is to blame
-            raise WeightSyncError(f"the learner did not finish sending weight version {version} within {3.5 * self._config.timeout:g} s") from error
+            raise LearnerLost(f"the learner did not finish sending weight version {version} within {3.5 * self._config.timeout:g} s") from error
+        except RayActorError as error:
+            raise LearnerLost(f"a learner rank was lost while it sent weight version {version}: {str(error).strip().splitlines()[0]}") from error
         except RayError as error:
             if not failed:
                 raise WeightSyncError(f"the learner could not send weight version {version}: {error}") from error
@@ -126,7 +131,7 @@ class WeightPublisher:
         _, failed = self._collect({member: generator.ready.remote() for member, generator in members.items()})
         if failed:
             return failed  # the dead are known before anyone waits for them
-        host, port = self._ask(self._gang.ranks[0].open_channel.remote())
+        host, port = self._ask_sender(self._gang.ranks[0].open_channel.remote())
         joining = {
             member: generator.join_channel.remote(
                 name, index + 1, world_size, host, port, self._device, self._config.timeout, self._config.bucket_mb << 20)
@@ -134,8 +139,8 @@ class WeightPublisher:
         sender = self._gang.ranks[0].join_channel.remote(name, world_size)
         _, failed = self._collect(joining, waits=3)  # for the store, for all ranks and for their connections
         if not failed:
-            self._ask(sender)
-            self._connected = tuple(members)
+            self._ask_sender(sender)
+            self._connected = (self._gang.generation, tuple(members))
         return failed
 
     def _probe(self, version: int, members: dict[str, Any]) -> tuple[float, dict[str, Failure]]:
@@ -173,3 +178,9 @@ class WeightPublisher:
 
     def _ask(self, ref: ray.ObjectRef) -> Any:
         return wait_for(ref, self._config.timeout + 30, "the pool or learner rank 0 while weights are published")
+
+    def _ask_sender(self, ref: ray.ObjectRef) -> Any:
+        try:
+            return self._ask(ref)
+        except RayActorError as error:
+            raise LearnerLost(f"learner rank 0 was lost before it sent weights: {str(error).strip().splitlines()[0]}") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -16,3 +18,19 @@ def wait_for(refs: Any, seconds: float, what: str) -> Any:
         return ray.get(refs, timeout=seconds)
     except GetTimeoutError as error:
         raise DeadlineExceeded(f"waited {seconds:g} s for {what}") from error
+
+
+def wait_for_end(names: Sequence[str], seconds: float) -> None:
+    """Until no actor has one of these names, or one that begins with it where it ends in "*". Raises DeadlineExceeded.
+
+    Names are free again, and CPUs too, some time after an actor was killed or its owner ended; Ray tells nobody when.
+    """
+    until = time.monotonic() + seconds
+    while left := [name for name in ray.util.list_named_actors() if any(_matches(name, wanted) for wanted in names)]:
+        if time.monotonic() > until:
+            raise DeadlineExceeded(f"waited {seconds:g} s for the end of {', '.join(left)}")
+        time.sleep(0.1)
+
+
+def _matches(name: str, wanted: str) -> bool:
+    return name.startswith(wanted[:-1]) if wanted.endswith("*") else name == wanted

@@ -10,15 +10,18 @@ returns what the generator made. The pool and the generators are handles; nothin
 from __future__ import annotations
 
 import itertools
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 import ray.data
+from pyarrow import feather
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from pipelines.branching import assemble, requests
@@ -71,11 +74,32 @@ def stage_samples(trunks: ray.data.MaterializedDataset, stage: Stage, method: Al
     return itertools.chain.from_iterable(bundle.block_refs for bundle in samples.iter_internal_ref_bundles())
 
 
-def count_rollouts(rollouts: ray.data.MaterializedDataset, timeout: float) -> EpisodeCounts:
-    """Counts of a materialised set of episodes, made where the blocks are."""
-    count = ray.remote(num_cpus=0)(count_episodes)
-    parts = ray.get([count.remote(ref) for ref in rollouts.to_arrow_refs()], timeout=timeout)
+def count_rollouts(rollouts: ray.data.MaterializedDataset, timeout: float, keep: Path | None = None) -> EpisodeCounts:
+    """Counts of a materialised set of episodes, made where the blocks are. `keep`: a folder in which they are kept as well."""
+    if keep is not None:
+        shutil.rmtree(keep, ignore_errors=True)
+        keep.mkdir(parents=True)
+    count = ray.remote(num_cpus=0)(_count)
+    blocks = enumerate(rollouts.to_arrow_refs())
+    parts = ray.get([count.remote(ref, keep and keep / f"{number:05d}.arrow") for number, ref in blocks], timeout=timeout)
     return sum(parts, EpisodeCounts())
+
+
+def read_episodes(folder: Path, timeout: float) -> tuple[ray.data.MaterializedDataset, EpisodeCounts]:
+    """What `count_rollouts` kept in `folder`: the episodes, in the object store again, and their counts."""
+    read = ray.remote(num_cpus=0)(_read)
+    rollouts = ray.data.from_arrow_refs([read.remote(file) for file in sorted(folder.glob("*.arrow"))])
+    return rollouts, count_rollouts(rollouts, timeout)
+
+
+def _count(rollouts: pa.Table, keep: Path | None) -> EpisodeCounts:
+    if keep is not None:
+        feather.write_feather(rollouts, keep, compression="zstd")
+    return count_episodes(rollouts)
+
+
+def _read(file: Path) -> pa.Table:
+    return feather.read_table(file)
 
 
 _TASK: dict[str, Any] = {"batch_format": "pyarrow", "batch_size": None, "zero_copy_batch": True, "num_cpus": 0}

@@ -7,12 +7,16 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from rtpo_ray.config import Config, describe, load_config
+from filelock import FileLock, Timeout
+
+from rtpo_ray.config import Config, check_resumable, describe, load_config
 from rtpo_ray.errors import ConfigError, RtpoError
+from rtpo_ray.ledger import Ledger
 
 OK, FAILED, BAD_CONFIG, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
@@ -40,27 +44,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Train, track, and end cleanly however it ends."""
-    config = load_config(args.config, args.overrides)
+    config = _resumed_config(args) if args.resume else load_config(args.config, args.overrides)
     folder = _run_folder(config)
-    _check_folder(folder)
-    model_path = _model_path(config)
-    from actors import cluster
+    with _alone(folder):
+        reason = _reason_to_resume(config, folder)
+        model_path = _model_path(config)
+        from actors import cluster
 
-    with cluster.connect(config):
-        _train(config, model_path)
+        with cluster.connect(config):
+            _train(config, model_path, reason)
     return OK
 
 
-def _train(config: Config, model_path: str) -> None:
-    """One run on the connected cluster."""
+def _train(config: Config, model_path: str, reason: str = "") -> None:
+    """One run on the connected cluster, or the rest of one."""
     from actors import cluster
     from rtpo_ray.reports.tracker import Tracker
 
     folder = _run_folder(config)
     signal.signal(signal.SIGTERM, _terminate)  # again: connecting to Ray put a handler of its own in place
-    tracker, status = Tracker(config, folder, _say), "failed"
+    tracker, status = Tracker(config, folder, _say, resume=bool(reason)), "failed"
     try:
-        for event in cluster.run_events(config, model_path, str(folder)):
+        for event in cluster.run_events(config, model_path, str(folder), reason):
             tracker.record(event)
         status = "finished"
     except (KeyboardInterrupt, _Terminated):
@@ -68,7 +73,53 @@ def _train(config: Config, model_path: str) -> None:
         raise
     finally:
         tracker.close(status)
-        _say(f"run {status}: {folder} holds " + ("metrics.jsonl and final/, the trained model" if status == "finished" else "the metrics so far"))
+        _say(f"run {status}: {folder} holds " + ("metrics.jsonl and final/, the trained model" if status == "finished" else
+                                                 f"what is done so far; rtpo train --resume {folder} goes on with it"))
+
+
+def _resumed_config(args: argparse.Namespace) -> Config:
+    """The configuration of the run in the folder that --resume names, under the overrides."""
+    folder = Path(args.resume).expanduser().resolve()
+    if args.config:
+        raise ConfigError(f"--config {args.config} and --resume {args.resume} exclude each other: a run goes on as its config.yaml says")
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"--resume {args.resume}: {folder} holds no config.yaml, so it is no run; expected a folder such as runs/NAME")
+    here = [f"run.root={folder.parent}", f"run.name={folder.name}", "run.resume=true"]
+    return load_config(folder / "config.yaml", [*here, *args.overrides])
+
+
+def _reason_to_resume(config: Config, folder: Path) -> str:
+    """Empty when the run begins. Raises ConfigError when it may not go on."""
+    begun = (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").exists()
+    if not begun or not config.run.resume:
+        _check_folder(folder)
+        return ""
+    elsewhere = "cluster.address=elsewhere"  # what began on another machine need not fit this one
+    check_resumable(load_config(folder / "config.yaml", [elsewhere]), config)
+    with Ledger(folder) as ledger:
+        at = ledger.progress
+    if at.finished and (at.sweep >= config.run.sweeps or 0 < config.run.tokens <= at.tokens):
+        raise ConfigError(f"{folder}: the run is finished, after {at.sweep} sweeps and {at.tokens:,} tokens; raise run.sweeps ({config.run.sweeps})"
+                          + (f" and run.tokens ({config.run.tokens})" if config.run.tokens else "") + " to train on")
+    return "the run was started again"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """The run's folder for this process only: two that go on with one run would each take back what the other did."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"field run.root is {str(folder.parent)!r}: a folder for the run cannot be made there: {error}") from error
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ConfigError(f"field run.name is {folder.name!r}: another process works in {folder}; wait for it or choose another name") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -107,13 +158,10 @@ def _run_folder(config: Config) -> Path:
 
 
 def _check_folder(folder: Path) -> None:
-    """Whether a run may be kept in `folder`. Raises ConfigError."""
+    """Whether a new run may be kept in `folder`. Raises ConfigError."""
     if (folder / "metrics.jsonl").exists():
-        raise ConfigError(f"field run.name is {folder.name!r}: {folder} holds a run already; choose another name or remove the folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"field run.root is {str(folder.parent)!r}: a folder for the run cannot be made there: {error}") from error
+        raise ConfigError(f"field run.name is {folder.name!r}: {folder} holds a run already; choose another name, remove the folder, or go on "
+                          f"with it: rtpo train --resume {folder}")
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -164,6 +212,8 @@ def _parser() -> argparse.ArgumentParser:
             epilog="fields (set in the YAML file or as section.field=value):\n" + describe())
         command.add_argument("--config", metavar="FILE", help="YAML file of overrides, for example conf/quickstart.yaml")
         command.add_argument("overrides", nargs="*", metavar="section.field=value", help="overrides, applied after the file")
+        if name == "train":
+            command.add_argument("--resume", metavar="FOLDER", default="", help="go on with the run in this folder, from its last finished stage")
         if name == "evaluate":
             command.add_argument("--model", metavar="PATH", default="", help="Hugging Face folder or name; stands for model.path")
     commands.add_parser("theory", help="check the theory of the methods on small games", description="check the theory of the methods on small games")

@@ -23,6 +23,12 @@ from rtpo_ray.algorithms.base import Algorithm
 from rtpo_ray.errors import ConfigError
 from rtpo_ray.options import PLAIN, complaint, opt
 
+# What a resumed run may change: where and how it computes, how long and how often it reports, and nothing that decides what it learns.
+FREE = ("run.name", "run.root", "run.resume", "run.experiment", "run.sweeps", "run.tokens", "run.eval_every", "run.eval_every_tokens",
+        "run.eval_tasks", "run.checkpoint_every", "run.state_every", "run.keep_states", "run.aim", "cluster.", "environment.step_timeout",
+        "sampling.retries", "sampling.stage_timeout", "generators.", "learner.ranks", "learner.cpus", "learner.gpus", "learner.threads",
+        "learner.micro_batch_tokens", "learner.max_refused", "learner.timeout", "weights.", "warm_start.cache")
+
 DATA_CPUS = 1  # logical CPUs that Ray Data's own tasks need beside learner and generators
 
 
@@ -31,13 +37,16 @@ class RunConfig:
     name: str = opt("run", "folder of this run under run.root")
     root: str = opt("runs", "folder of all runs; on a cluster a shared path")
     seed: int = opt(0, "decides tasks, environment seeds and sampling seeds", least=0)
+    resume: bool = opt(False, "go on with the run of this name if it has begun, as a job that is submitted again does")
     experiment: str = opt("", "experiment in Aim; empty: the run's name")
     sweeps: int = opt(10, "batches of tasks to train on, at most", least=0)
     tokens: int = opt(0, "generated tokens after which no further sweep starts; 0: sweeps decide", least=0)
     eval_every: int = opt(5, "sweeps between evaluations; 0: only before and after", least=0)
     eval_every_tokens: int = opt(0, "generated tokens between evaluations, instead of sweeps; 0: off", least=0)
     eval_tasks: int = opt(256, "held-out tasks of an evaluation; 0: no evaluation", least=0)
-    checkpoint_every: int = opt(0, "sweeps between sharded checkpoints; 0: only the final model", least=0)
+    checkpoint_every: int = opt(0, "sweeps between checkpoints that are kept for good; 0: only the final model", least=0)
+    state_every: int = opt(1, "updates between saved states of the learner, from which a run is resumed; 0: none", least=0)
+    keep_states: int = opt(2, "how many of the last saved states are kept", least=1)
     aim: bool = opt(True, "track in an Aim repository at run.root as well as in metrics.jsonl")
 
 
@@ -47,6 +56,7 @@ class ClusterConfig:
     local_cpus: int = opt(0, "logical CPUs of a local cluster; 0: as many as the machine has", least=0)
     dashboard: bool = opt(True, "serve the Ray dashboard of a local cluster")
     start_timeout: float = opt(300.0, "seconds that actors may take to start", above=0)
+    restarts: int = opt(3, "times in a row, without a finished step between, that a lost coordinator or learner is started again", least=0)
 
 
 @dataclass(kw_only=True)
@@ -193,6 +203,15 @@ def load_layers(layers: Sequence[tuple[str, DictConfig]], *, learn: bool = True)
     assert isinstance(config, Config)
     _check_placement(config, learn)
     return config
+
+
+def check_resumable(before: Config, now: Config) -> None:
+    """Whether a run that began as `before` may go on as `now`. Raises ConfigError."""
+    old = {name: value for name, value, _ in walk(before)}
+    for name, value, _ in walk(now):
+        if value != old[name] and not any(name.startswith(free) if free.endswith(".") else name == free for free in FREE):
+            raise ConfigError(f"field {name} is {value!r} and was {old[name]!r} when the run began; a resumed run may change "
+                              f"{', '.join(free + '*' if free.endswith('.') else free for free in FREE)}")
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, DictConfig]]:

@@ -25,6 +25,14 @@ class DeadlineExceeded(RtpoError):
     """A wait for another process overran its deadline."""
 
 
+class CheckpointError(RtpoError):
+    """The learner's state could not be written; what was written before is still there."""
+
+
+class LearnerLost(RtpoError):
+    """A learner rank died or does not answer; the gang must be started again."""
+
+
 class ConservationError(RtpoError):
     """Rollouts went missing: produced differs from trained + filtered + failed."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -22,11 +23,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from rtpo_ray.algorithms.base import Objective
-from rtpo_ray.errors import ContextMismatch, NonFiniteUpdate, RtpoError
+from rtpo_ray.errors import CheckpointError, ContextMismatch, NonFiniteUpdate, RtpoError
 from rtpo_ray.policy import modeling
 from rtpo_ray.policy.batching import MicroBatch, check_samples, check_unique, collate, dummy, plan_micro_batches
 from rtpo_ray.policy.update import Update
@@ -76,6 +78,12 @@ class Learner:
         self.policy = modeling.shard(policy or self._load(model_path, value_head=objective.critic is not None), self.device)
         self._reference = modeling.shard(self._load(model_path).requires_grad_(False), self.device) if objective.kl_coef else None
         self._optimizer = self._build_optimizer()
+        # Checkpoints are written in the background, so their collectives need a group of their own, of a backend that knows CPUs.
+        self._writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=getattr(config, "timeout", 600.0)))
+        self._stager = DefaultStager(StagingOptions(use_pinned_memory=self.device.type == "cuda", use_shared_memory=False,
+                                                    use_async_staging=False, use_non_blocking_copy=False))
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
 
     def _load(self, model_path: str, value_head: bool = False) -> modeling.Policy:
         return modeling.load_policy(model_path, self.device, DTYPES[self._dtype], value_head=value_head)
@@ -133,16 +141,47 @@ class Learner:
         self._on_rank_zero(lambda: _replace_folder(path, lambda temporary: self._write_export(temporary, state, tokenizer_path)))
 
     def save_checkpoint(self, path: str) -> None:
-        """Write model, optimizer and step count, sharded, replacing `path` when it exists. All ranks see the same file system."""
+        """Write model, optimizer and step count, sharded, replacing `path` when it exists. All ranks see the same file system.
+
+        Raises CheckpointError when it cannot be written; `path` is then as before.
+        """
+        self.start_checkpoint(path)
+        self.finish_checkpoint()
+
+    def start_checkpoint(self, path: str) -> None:
+        """The same in the background, from a copy that is made at once. `path` appears when all of it is written.
+
+        Raises CheckpointError of the one before.
+        """
+        self.finish_checkpoint()
         temporary = _temporary(path)
         self._on_rank_zero(lambda: shutil.rmtree(temporary, ignore_errors=True))
-        dcp.save(self._state(), checkpoint_id=temporary)
-        self._on_rank_zero(lambda: _swap_in(temporary, path))
+        written = dcp.async_save(self._state(), checkpoint_id=temporary, process_group=self._writers, async_stager=self._stager)
+        self._writing = self._writer.submit(self._put_in_place, written, temporary, path)
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written, if any. Raises CheckpointError when it could not be."""
+        writing, self._writing = self._writing, None
+        with self.raised_together():
+            if writing is not None:
+                writing.result(timeout=getattr(self._config, "timeout", 600.0))
+
+    def _put_in_place(self, written: Any, temporary: str, path: str) -> None:
+        """In the background: once every rank has written its shard, rank 0 moves the folder to where it is looked for."""
+        try:
+            written.result()
+            if self.rank == 0:
+                _swap_in(temporary, path)
+        except Exception as error:  # whatever storage raises; the cause is chained
+            if self.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+            raise CheckpointError(f"{path} could not be written: {type(error).__name__}: {str(error).strip()}") from error
 
     def load_checkpoint(self, path: str) -> None:
         """Continue from `save_checkpoint`, which may have run with another number of ranks."""
         if not Path(path).is_dir():
             raise FileNotFoundError(f"checkpoint {path} is not a folder; expected one that save_checkpoint wrote")
+        self.finish_checkpoint()
         state = self._state()
         dcp.load(state, checkpoint_id=path)  # parameters and moments are filled in place
         self.optimizer_steps = int(state["optimizer_steps"].item())
@@ -201,7 +240,7 @@ class Learner:
             raise mine
         for rank, failure in enumerate(failures):
             if failure is not None:
-                kind = failure[0] if failure[0] in (ContextMismatch, ValueError) else RtpoError
+                kind = failure[0] if failure[0] in (ContextMismatch, ValueError, CheckpointError) else RtpoError
                 raise kind(f"learner rank {rank}: {failure[1]}")
 
     def _count_refusal(self, refused: str, any_step: bool) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rtpo_ray.config import Config, to_yaml
+from rtpo_ray.ledger import Ledger
 
 Event = dict[str, Any]
+
+METRICS = "metrics.jsonl"
 
 
 class Tracker:
@@ -18,30 +22,44 @@ class Tracker:
     config: whole configuration; written to `config.yaml`.
     folder: the run's folder; created here. Raises FileExistsError when it holds a run already.
     say: prints a line.
+    resume: go on with the run in `folder`, whose ledger says what is done.
     """
 
-    def __init__(self, config: Config, folder: Path, say: Callable[[str], None] = print) -> None:
-        if (folder / "metrics.jsonl").exists():
+    def __init__(self, config: Config, folder: Path, say: Callable[[str], None] = print, resume: bool = False) -> None:
+        if (folder / METRICS).exists() and not resume:
             raise FileExistsError(f"{folder} holds a run already; choose another run.name or remove the folder")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(to_yaml(config))
-        self._say, self._sweeps, self._budget, self._tokens = say, config.run.sweeps, config.run.tokens, 0
-        self._started = time.monotonic()
-        self._trained_since: float | None = None  # when the first sweep began
-        self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
-        self._aim = _open_aim(config, folder.parent) if config.run.aim else None
+        self._folder, self._say, self._sweeps, self._budget, self._tokens = folder, say, config.run.sweeps, config.run.tokens, 0
+        self._began = 0.0  # share of the training that was done when this process began with it
+        self._since = time.monotonic()
+        self._metrics = (folder / METRICS).open("a", buffering=1)
+        self._aim = _open_aim(config, folder) if config.run.aim else None
 
     def record(self, event: Event) -> None:
-        """Keep one event and show it."""
-        event = {**event, "time": time.time()}
-        self._metrics.write(json.dumps(event, allow_nan=False) + "\n")
+        """Keep one event and show it. An event of a resumed run takes back those after the point where it goes on."""
+        event = {"time": time.time(), **event}  # the coordinator's have it
+        if event["kind"] == "resume":
+            self._rebuild()
+        else:
+            self._metrics.write(json.dumps(event, allow_nan=False) + "\n")
         if self._aim is not None:
             _to_aim(self._aim, event)
-        if event["kind"] in ("stage", "sweep"):
-            self._tokens += event["generated_tokens"]
-        if event["kind"] == "eval" and event["sweep"] == 0:
-            self._trained_since = time.monotonic()
+        self._tokens += _trained_on(event)
+        if event["kind"] == "resume" or (event["kind"] == "eval" and event["sweep"] == 0):
+            self._began, self._since = self._share(event["sweep"]), time.monotonic()
         self._say(self._line(event))
+
+    def _rebuild(self) -> None:
+        """metrics.jsonl anew from the ledger."""
+        with Ledger(self._folder) as ledger:
+            events = ledger.events()
+        self._metrics.close()
+        whole = self._folder / f"{METRICS}.part"
+        whole.write_text("".join(json.dumps(event, allow_nan=False) + "\n" for event in events))
+        os.replace(whole, self._folder / METRICS)
+        self._metrics = (self._folder / METRICS).open("a", buffering=1)
+        self._tokens = sum(_trained_on(event) for event in events)
 
     def close(self, status: str) -> None:
         """Flush and end the Aim run; `status` is finished, interrupted or failed."""
@@ -51,17 +69,30 @@ class Tracker:
             self._aim.close()
 
     def _line(self, event: Event) -> str:
-        return {"stage": _stage_line, "sweep": self._sweep_line, "eval": eval_line}[event["kind"]](event)
+        return {"stage": _stage_line, "sweep": self._sweep_line, "eval": eval_line, "resume": _resume_line}[event["kind"]](event)
 
     def _sweep_line(self, event: Event) -> str:
         done = event["sweep"] + 1
-        spent = time.monotonic() - (self._trained_since or self._started)
-        share = max(done / self._sweeps, self._tokens / self._budget if self._budget else 0.0)
-        left = spent / share * max(0.0, 1 - share)
+        share = self._share(done)
+        left = (time.monotonic() - self._since) / max(share - self._began, 1e-9) * max(0.0, 1 - share)
         of = "" if self._budget else f"/{self._sweeps}"
         return (f"sweep {done}{of}  trunks {_percent(event['trunk_success'])} in {event['trunk_turns_mean']:.1f} turns  "
                 f"weights v{event['weight_version']}  {self._tokens:,} tokens  {event['seconds']['total']:.1f} s  left {left / 60:.1f} min"
                 f"{_lost(event)}")
+
+    def _share(self, sweeps: int) -> float:
+        """Of the training, after so many sweeps and the tokens so far."""
+        return max(sweeps / max(self._sweeps, 1), self._tokens / self._budget if self._budget else 0.0)
+
+
+def _trained_on(event: Event) -> int:
+    """Tokens generated in training."""
+    return event["generated_tokens"] if event["kind"] in ("stage", "sweep") else 0
+
+
+def _resume_line(event: Event) -> str:
+    where = f"sweep {event['sweep'] + 1}" + (f", after {event['stage']} of its stages" if event["stage"] >= 0 else "")
+    return f"RESUMED at {where}, weights v{event['weight_version']}, {event['undone']} steps are done again: {event['reason']}"
 
 
 def _stage_line(event: Event) -> str:
@@ -82,6 +113,8 @@ def eval_line(event: Event) -> str:
 def _lost(event: Event) -> str:
     """Lines about generators taken out of service and rollouts that failed, the first error with what it happened on."""
     lines = [f"\n    RETIRED {name}: {reason}" for name, reason in event["retired"].items()]
+    if event.get("unsaved"):
+        lines.append(f"\n    UNSAVED {event['unsaved']}")
     if event["failed"]:
         message = next(iter(event["failed"]))
         lines.append(f"\n    FAILED {sum(event['failed'].values())}, first {event['failed_first'][message]}: {message}")
@@ -92,17 +125,20 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _open_aim(config: Config, root: Path) -> Any:
-    """An Aim run. The repository is made once, under a lock: two makers at once leave it broken for good."""
+def _open_aim(config: Config, folder: Path) -> Any:
+    """An Aim run, or the one that `folder` remembers. The repository is made once, under a lock: two makers at once leave it broken for good."""
     from aim import Repo, Run
     from filelock import FileLock
     from omegaconf import OmegaConf
 
+    root, memory = folder.parent, folder / "aim-run"
     with FileLock(root / ".aim.lock", timeout=60):
         if not Repo.exists(str(root)):
             Repo.from_path(str(root), init=True)
-    run = Run(repo=str(root), experiment=config.run.experiment or config.run.name, system_tracking_interval=None, log_system_params=False,
-              capture_terminal_logs=False)
+    known = memory.read_text() if memory.exists() else None
+    run = Run(known, repo=str(root), experiment=config.run.experiment or config.run.name, system_tracking_interval=None, log_system_params=False,
+              capture_terminal_logs=False, force_resume=known is not None)
+    memory.write_text(run.hash)
     run.name = config.run.name
     run["config"] = OmegaConf.to_container(OmegaConf.structured(config))
     return run

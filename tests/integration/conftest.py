@@ -47,3 +47,33 @@ def cluster(ray_cluster):
 
     yield
     end_actors()
+
+
+@pytest.fixture(scope="session")
+def two_sweeps(ray_cluster, tiny_model, tmp_path_factory):
+    """(events, folder) of one undisturbed run of the small configuration."""
+    from actors.cluster import run_events
+    from rtpo_ray.config import load_config
+    from tests.integration.running import end_actors
+
+    end_actors()
+    overrides, model = tiny_model
+    folder = tmp_path_factory.mktemp("two-sweeps")
+    return list(run_events(load_config(None, overrides), model, str(folder))), folder
+
+
+@pytest.fixture
+def start(tiny_model, tmp_path):
+    """Starts `rtpo COMMAND ...` on the small run; whatever is left of it ends with the test."""
+    from tests.integration.running import RTPO, Command
+
+    running = []
+
+    def begin(command, *overrides):
+        common = [*tiny_model[0], "cluster.dashboard=false", "cluster.local_cpus=3", f"run.root={tmp_path}"]
+        running.append(Command([*RTPO, *command, *common, *overrides]))
+        return running[-1]
+
+    yield begin
+    for command in running:
+        command.end()

@@ -1,11 +1,19 @@
 """What the tests of whole runs share: a small configuration, waiting with a deadline, and ending what a test started."""
 
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
 import psutil
+import pytest
 import ray
 
 from rtpo_ray.config import load_config
+
+ROOT = Path(__file__).parents[2]
+RTPO = [sys.executable, "-m", "rtpo_ray"]
 
 SMALL = (
     "run.sweeps=2", "run.eval_tasks=16", "run.eval_every=0", "run.seed=3",
@@ -58,3 +66,48 @@ def wait_for_end(processes, seconds):
     while (left := [process for process in processes if alive(process)]) and time.monotonic() < until:
         time.sleep(0.1)
     return left
+
+
+class Command:
+    """A process in a session of its own, as a terminal gives it; its output is read as it comes."""
+
+    def __init__(self, argv):
+        self.process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        self.lines, self._more = [], threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            with self._more:
+                self.lines.append(line.rstrip("\n"))
+                self._more.notify_all()
+
+    def wait_for(self, start, seconds):
+        """The first line that begins with `start`."""
+        with self._more:
+            found = self._more.wait_for(lambda: [line for line in self.lines if line.startswith(start)], seconds)
+        assert found, f"no line {start!r} within {seconds} s:\n" + self.text
+        return found[0]
+
+    def finish(self, seconds):
+        """Exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"did not end within {seconds} s:\n{self.text}")
+
+    @property
+    def text(self):
+        return "\n".join(self.lines)
+
+    def family(self):
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self):
+        if self.process.poll() is None:
+            left = self.family()
+            self.process.kill()
+            for one in left:
+                if alive(one):
+                    one.kill()
+        self.process.wait(30)

@@ -5,81 +5,19 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from aim import Repo
 from omegaconf import OmegaConf
-from running import alive, wait_for_end
+from running import wait_for_end
 from transformers import AutoModelForCausalLM
 
 from rtpo_ray.config import load_config
 
 ROOT = Path(__file__).parents[2]
-RTPO = [sys.executable, "-m", "rtpo_ray"]
-
-
-@pytest.fixture
-def start(tiny_model, tmp_path):
-    """Starts `rtpo COMMAND ...` on the small run; whatever is left of it ends with the test."""
-    running = []
-
-    def begin(command, *overrides):
-        common = [*tiny_model[0], "cluster.dashboard=false", "cluster.local_cpus=3", f"run.root={tmp_path}"]
-        running.append(Command([*RTPO, *command, *common, *overrides]))
-        return running[-1]
-
-    yield begin
-    for command in running:
-        command.end()
-
-
-class Command:
-    """A process in a session of its own, as a terminal gives it; its output is read as it comes."""
-
-    def __init__(self, argv):
-        self.process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-        self.lines, self._more = [], threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self):
-        for line in self.process.stdout:
-            with self._more:
-                self.lines.append(line.rstrip("\n"))
-                self._more.notify_all()
-
-    def wait_for(self, start, seconds):
-        """The first line that begins with `start`."""
-        with self._more:
-            found = self._more.wait_for(lambda: [line for line in self.lines if line.startswith(start)], seconds)
-        assert found, f"no line {start!r} within {seconds} s:\n" + self.text
-        return found[0]
-
-    def finish(self, seconds):
-        """Exit code."""
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"did not end within {seconds} s:\n{self.text}")
-
-    @property
-    def text(self):
-        return "\n".join(self.lines)
-
-    def family(self):
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def end(self):
-        if self.process.poll() is None:
-            left = self.family()
-            self.process.kill()
-            for one in left:
-                if alive(one):
-                    one.kill()
-        self.process.wait(30)
+FILES = {"config.yaml", "metrics.jsonl", "ledger.sqlite", "final", "states", "trunks", "aim-run", ".lock"}
 
 
 def events(folder):
@@ -103,7 +41,7 @@ def test_train_then_evaluate(start, tmp_path):
     training = start(["train"], "run.sweeps=1", "run.name=whole")
     assert training.finish(240) == 0, training.text
     folder = tmp_path / "whole"
-    assert {path.name for path in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "final"}
+    assert {path.name for path in folder.iterdir()} == FILES
     kept = load_config(folder / "config.yaml")
     assert (kept.run.name, kept.run.sweeps, kept.algorithm.args["n_siblings"]) == ("whole", 1, 4)
 
@@ -130,7 +68,7 @@ def test_train_then_evaluate(start, tmp_path):
     # The weights that the run ended with, so greedy decoding does the same; sampling uses the seeds of the evaluation after 0 sweeps.
     assert {key: again[key] for key in ("kind", "tasks", "failed")} == {"kind": "eval", "tasks": 16, "failed": {}}
     assert again["success_greedy"] == pytest.approx(last["success_greedy"], abs=1 / 16)
-    assert {path.name for path in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "final"}
+    assert {path.name for path in folder.iterdir()} == FILES
 
 
 @pytest.mark.parametrize(("stop", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -145,7 +83,7 @@ def test_a_signal_ends_the_run_cleanly(start, tmp_path, stop, code):
         training.process.send_signal(stop)
     asked = time.monotonic()
     assert training.finish(60) == code, training.text
-    assert f"interrupted: {tmp_path / 'stopped'} holds the metrics so far" in training.text and "Traceback" not in training.text
+    assert f"interrupted: {tmp_path / 'stopped'} holds what is done so far" in training.text and "Traceback" not in training.text
     left = wait_for_end(family, 30)
     assert left == [], f"{time.monotonic() - asked:.0f} s after {stop!r}: {left}"
 

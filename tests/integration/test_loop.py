@@ -7,7 +7,6 @@ import torch
 from running import wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors import cluster as wiring
 from actors.publisher import AsLoaded
 from actors.spawn import spawn_pool
 from pipelines import tasks
@@ -20,19 +19,16 @@ from rtpo_ray.types import derive_seed
 STAGE = {"kind", "sweep", "turn", "groups", "siblings", "success", "zero_advantage_rate", "weight_version", "generated_tokens", "prompt_tokens",
          "cached_prompt_tokens", "failed", "filtered", "logprob_gap_mean", "logprob_gap_max", "ratio_geomean", "loss", "grad_norm", "seconds"}
 STAGE_TOO = {"k3", "failed_first", "trained", "clip_fraction", "optimizer_steps", "refused", "trained_tokens", "learner_tokens",
-             "weights_hash", "probe_gap", "retired"}
+             "weights_hash", "probe_gap", "retired", "unsaved", "time"}
 SWEEP = {"kind", "sweep", "tasks", "trunk_success", "trunk_turns_mean", "seconds"}
-SWEEP_TOO = {"retired", "trunk_ends", "failed", "failed_first", "generated_tokens", "weight_version"}
+SWEEP_TOO = {"unsaved", "time", "retired", "trunk_ends", "failed", "failed_first", "generated_tokens", "weight_version"}
 EVAL = {"kind", "sweep", "tokens", "tasks", "success", "success_greedy", "turns_mean", "tool_calls_mean", "malformed_calls"}
-EVAL_TOO = {"retired", "weight_version", "failed", "failed_first", "seconds"}
+EVAL_TOO = {"unsaved", "time", "retired", "weight_version", "failed", "failed_first", "seconds"}
 SECONDS = {"generate", "credit", "learn", "broadcast", "other", "total"}
 
 
-def test_two_sweeps_of_rtpo(cluster, tiny_model, tmp_path):
-    overrides, start = tiny_model
-    config = load_config(None, overrides)
-    events = list(wiring.run_events(config, start, str(tmp_path)))
-
+def test_two_sweeps_of_rtpo(two_sweeps, tiny_model):
+    (events, folder), (_, start) = two_sweeps, tiny_model
     stages, sweeps, evals = ([event for event in events if event["kind"] == kind] for kind in ("stage", "sweep", "eval"))
     assert [(event["sweep"], event["tasks"]) for event in evals] == [(0, 16), (2, 16)]
     assert [event["tokens"] for event in evals] == [0, sum(event["generated_tokens"] for event in (*stages, *sweeps))]
@@ -66,11 +62,11 @@ def test_two_sweeps_of_rtpo(cluster, tiny_model, tmp_path):
     assert len(set(hashes)) == len(hashes) == version
     assert all(event["siblings"] == 32 * 4 for event in stages if event["turn"] == 0)  # every trunk has a first boundary
 
-    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (start, tmp_path / "final"))
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (start, folder / "final"))
     assert before.keys() == after.keys()
     unchanged = [name for name in before if torch.equal(before[name], after[name])]
     assert unchanged == [] and all(torch.isfinite(tensor).all() for tensor in after.values())
-    assert AutoTokenizer.from_pretrained(tmp_path / "final").chat_template == AutoTokenizer.from_pretrained(start).chat_template
+    assert AutoTokenizer.from_pretrained(folder / "final").chat_template == AutoTokenizer.from_pretrained(start).chat_template
     wait_until(lambda: not ray.util.list_named_actors(), 30, "the actors of the run to end with it")
 
 

@@ -1,6 +1,11 @@
 """What the coordinator refuses and reports, and the order in which it does things, on plain numbers."""
 
+import atexit
+import shutil
+import tempfile
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +16,8 @@ from pipelines.counts import EpisodeCounts, StageCounts
 from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Stage
 from rtpo_ray.config import AlgorithmConfig, Config, EnvironmentConfig, RunConfig, SamplingConfig
-from rtpo_ray.errors import ConservationError, WeightSyncError
+from rtpo_ray.errors import CheckpointError, ConservationError, LearnerLost, WeightSyncError
+from rtpo_ray.ledger import Ledger, trunks_folder
 from rtpo_ray.types import UpdateResult
 
 STAGE = Stage(turn=1, n_siblings=4)
@@ -60,7 +66,14 @@ class Walk(Coordinator):
         config = Config(run=RunConfig(**run), algorithm=AlgorithmConfig(name=name, args=args or {}), sampling=SamplingConfig(tasks_per_sweep=2),
                         environment=EnvironmentConfig(max_turns=max_turns))
         log = self.log = []
-        gang = SimpleNamespace(save_checkpoint=lambda path: log.append(f"save {path}"), export=lambda path: log.append(f"export {path}"))
+        self.folder = tempfile.mkdtemp(prefix="rtpo-unit-")
+        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
+
+        def note(what):
+            return lambda path: log.append(f"{what} {Path(path).relative_to(self.folder)}")
+
+        gang = SimpleNamespace(start_checkpoint=note("save"), load_checkpoint=note("load"), export=note("export"),
+                               finish_checkpoint=lambda: None, restart=lambda: log.append("restart"))
         super().__init__(config=config, algorithm=algorithms.build(config.algorithm), pool=None, gang=gang, publisher=None)
         self.reached, self.moves = reached, iter(moves)
 
@@ -68,20 +81,21 @@ class Walk(Coordinator):
         self.log.append(f"evaluate {done} after {tokens}")
         yield {"kind": "eval"}
 
-    def _episodes(self, batch, name, ask):
+    def _episodes(self, batch, name, ask, keep):
         self.log.append(f"{len(batch)} x {ask.count} {name}{' with boundaries' if ask.keep_boundaries else ''}")
         return None, EpisodeCounts(episodes=2, generated_tokens=5, boundaries=Counter({turn: 2 for turn in self.reached})), 0.0
 
     def _stage(self, sweep, number, stage, trunks, episodes):
         self.log.append(stage_name(stage))
-        self._unpublished = self._unpublished or next(self.moves)
-        if self._unpublished and stage.publish:
+        if next(self.moves):
+            self._at = replace(self._at, updates=self._at.updates + 1, unpublished=True)
+        if self._at.unpublished and stage.publish:
             self._push()
         return {"kind": "stage", "generated_tokens": 10, "seconds": {}}
 
     def _publish(self, version):
         self.log.append(f"push v{version}")
-        self._version = version
+        self._at = replace(self._at, version=version, unpublished=False)
         return Published(version=version, hash="", members=(), probe_gap=0.0, seconds=0.5)
 
     def _retired(self):
@@ -89,8 +103,8 @@ class Walk(Coordinator):
 
     def walk(self):
         """What happened between the first evaluation and the last."""
-        kinds = [event["kind"] for event in self.run("/r")]
-        assert kinds.count("sweep") == sum("trunks" in line for line in self.log) and self.log[-1] == "export /r/final"
+        kinds = [event["kind"] for event in self.run(self.folder)]
+        assert kinds.count("sweep") == sum("trunks" in line for line in self.log) and self.log[-1] == "export final"
         return [line for line in self.log[1:-2]]
 
 
@@ -121,7 +135,7 @@ def test_a_method_without_branches_has_one_stage_on_its_trunks():
 
 def evaluations(**run):
     made = Walk(**run)
-    list(made.run("/r"))
+    list(made.run(made.folder))
     return [line for line in made.log if line.startswith("evaluate")], sum("trunks" in line for line in made.log)
 
 
@@ -141,8 +155,135 @@ def test_a_budget_of_tokens_ends_the_run_after_the_sweep_that_spends_it():
 
 def test_checkpoints_come_before_the_evaluation_of_their_sweep():
     made = Walk(sweeps=2, checkpoint_every=2, eval_every=1)
-    list(made.run("/r"))
-    assert made.log[-3:] == ["save /r/checkpoints/sweep-000002", "evaluate 2 after 70", "export /r/final"]
+    list(made.run(made.folder))
+    assert made.log[-3:] == ["save checkpoints/sweep-000002", "evaluate 2 after 70", "export final"]
+
+
+class Killed(Exception):
+    pass
+
+
+class Mortal(Walk):
+    """Dies at the step `die` of its own count, or loses its learner at the steps `lose`; its states are on disk as soon as they are saved."""
+
+    def __init__(self, folder, die=0, lose=(), **options):
+        super().__init__(**options)
+        self.folder, self.die, self.lose, self.count = str(folder), die, list(lose), 0
+        self._gang.start_checkpoint = lambda path: Path(path).mkdir(parents=True, exist_ok=True)
+        self._gang.load_checkpoint = lambda path: self.log.append(f"load {Path(path).name}")
+        self._pool = SimpleNamespace(fill=SimpleNamespace(remote=lambda version: None))
+
+    def tick(self):
+        self.count += 1
+        if self.count == self.die:
+            raise Killed
+        if self.count in self.lose:
+            raise LearnerLost("rank 1 died")
+
+    def evaluate(self, done, tokens):
+        self.tick()
+        return super().evaluate(done, tokens)
+
+    def _trunks(self, sweep):
+        counts = EpisodeCounts(episodes=2, generated_tokens=5, boundaries=Counter({turn: 2 for turn in self.reached}))
+        if self._at.stage >= 0:
+            assert trunks_folder(self.folder, sweep).is_dir()
+            return None, counts, []
+        self.tick()
+        self.log.append(f"trunks of {sweep}")
+        trunks_folder(self.folder, sweep).mkdir(parents=True, exist_ok=True)
+        self._at = replace(self._at, stage=0, tokens=self._at.tokens + 5)
+        self._ledger.append(self._at)
+        return None, counts, []
+
+    def _stage(self, sweep, number, stage, trunks, episodes):
+        self.tick()
+        self.log.append(stage_name(stage))
+        if next(self.moves):
+            self._at = replace(self._at, updates=self._at.updates + 1, unpublished=True)
+            self._save_state()
+        self.tick()  # between the update and its push
+        if self._at.unpublished and stage.publish:
+            self._push()
+        return {"kind": "stage", "turn": stage.turn, "updates": self._at.updates, "generated_tokens": 10, "seconds": {}}
+
+
+def told(events):
+    """What a run amounts to: its events without times, seconds and resumptions."""
+    return [{key: value for key, value in event.items() if key not in ("time", "seconds")} for event in events if event["kind"] != "resume"]
+
+
+def ledger_of(folder):
+    with Ledger(folder) as ledger:
+        return ledger.progress, ledger.events()
+
+
+RUN = {"sweeps": 2, "eval_every": 1, "moves": (True,) * 50}
+
+
+@pytest.fixture
+def uninterrupted(tmp_path, monkeypatch):
+    monkeypatch.setattr("actors.coordinator.wait_for", lambda refs, seconds, what: refs)
+    made = Mortal(tmp_path / "whole", **RUN)
+    Path(made.folder).mkdir()
+    list(made.run(made.folder))
+    return ledger_of(made.folder) + (made.count,)
+
+
+@pytest.mark.parametrize("args", [{}, {"sync_every": 0}])
+def test_a_run_killed_at_any_step_ends_as_the_uninterrupted_one(tmp_path, uninterrupted, args):
+    made = Mortal(tmp_path / "again", args=args, **RUN)
+    Path(made.folder).mkdir()
+    list(made.run(made.folder))
+    (progress, events), steps = ledger_of(made.folder), made.count
+    assert progress.finished and (args or told(events) == told(uninterrupted[1]))
+    for die in range(1, steps + 1):
+        folder = tmp_path / f"killed-{die}"
+        folder.mkdir()
+        with pytest.raises(Killed):
+            list(Mortal(folder, die=die, args=args, **RUN).run(str(folder)))
+        second = Mortal(folder, args=args, **RUN)
+        resume = next(event for event in second.run(str(folder), "killed"))
+        assert (resume["kind"], resume["reason"]) == ("resume", "killed")
+        third = Mortal(folder, args=args, **RUN)  # resumed twice is resumed once
+        list(third.run(str(folder), "killed"))
+        found, found_events = ledger_of(folder)
+        assert found == progress and told(found_events) == told(events), f"killed at step {die} of {steps}"
+        prepared = [line for line in third.log[:2] if line.startswith(("load", "push"))]
+        assert prepared[-1] == f"push v{resume['weight_version']}"  # before anyone samples
+        assert len(prepared) == 2 or resume["weight_version"] == 0
+
+
+def test_a_lost_learner_is_started_again_and_the_run_ends_as_if_nothing_had_happened(tmp_path, uninterrupted):
+    for lose in range(1, uninterrupted[2] + 1):
+        folder = tmp_path / f"lost-{lose}"
+        folder.mkdir()
+        made = Mortal(folder, lose=[lose, lose + 1, lose + 3], **RUN)
+        events = list(made.run(str(folder)))
+        assert made.log.count("restart") == sum(event["kind"] == "resume" for event in events) >= 1
+        assert {event["reason"] for event in events if event["kind"] == "resume"} == {"rank 1 died"}
+        progress, kept = ledger_of(folder)
+        assert progress == uninterrupted[0] and told(kept) == told(uninterrupted[1]), f"lost at step {lose}"
+
+
+def test_a_learner_that_is_lost_at_every_try_ends_the_run(tmp_path, uninterrupted):
+    made = Mortal(tmp_path, lose=range(4, 99), **RUN)
+    with pytest.raises(LearnerLost, match="rank 1 died"):
+        list(made.run(str(tmp_path)))
+    assert made.log.count("restart") == made._config.cluster.restarts == 3
+
+
+def test_a_state_that_cannot_be_written_is_reported_and_the_run_goes_on(tmp_path, uninterrupted):
+    made = Mortal(tmp_path, **RUN)
+    answers = iter([None, CheckpointError("no space left"), *[None] * 50])
+
+    def finish():
+        if error := next(answers):
+            raise error
+
+    made._gang.finish_checkpoint = finish
+    events = list(made.run(str(tmp_path)))
+    assert [event["unsaved"] for event in events if event["unsaved"]] == ["no space left"] and ledger_of(tmp_path)[0].finished
 
 
 def test_rates_of_nothing_are_none():

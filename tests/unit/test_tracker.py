@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from rtpo_ray.config import load_config
-from rtpo_ray.reports.tracker import Tracker, _to_aim, eval_line
+from rtpo_ray.ledger import Ledger, Progress
+from rtpo_ray.reports.tracker import Tracker, _lost, _to_aim, eval_line
 
 
 def tracked(folder):
@@ -75,7 +76,7 @@ def test_stage_lines(tmp_path, changes, line):
 
 def test_sweep_lines_count_all_tokens_and_say_how_long_is_left(tmp_path, monkeypatch):
     tracker, lines, _ = tracked(tmp_path)
-    started = tracker._started
+    started = tracker._since
     monkeypatch.setattr("rtpo_ray.reports.tracker.time.monotonic", lambda: started + 60)
     tracker.record(EVAL)  # starting up is not part of a sweep
     tracker.record(STAGE)
@@ -91,7 +92,7 @@ def test_a_run_with_a_budget_of_tokens_is_measured_by_them(tmp_path, monkeypatch
     config = load_config(None, ["run.aim=false", "run.sweeps=1000", "run.tokens=8000", "cluster.address=elsewhere"])
     lines = []
     tracker = Tracker(config, tmp_path, lines.append)
-    started = tracker._started
+    started = tracker._since
     monkeypatch.setattr("rtpo_ray.reports.tracker.time.monotonic", lambda: started)
     tracker.record(EVAL)
     monkeypatch.setattr("rtpo_ray.reports.tracker.time.monotonic", lambda: started + 60)
@@ -121,6 +122,37 @@ def test_what_aim_gets_is_every_number_with_the_turn_as_context():
     assert (first["failed"], first["filtered"], first["seconds.total"], first["trained"]) == (4, 8, 3.26, 5)
     assert not {"time", "sweep", "turn", "failed_first", "kind"} & set(first)
     assert {"kind": "stage"} in [context for *_, context in run.tracked]
+
+
+RESUME = {"kind": "resume", "sweep": 1, "stage": 2, "weight_version": 5, "undone": 3, "reason": "the learner was lost", "retired": {}, "failed": {}}
+
+
+def test_a_resumed_run_takes_back_what_is_done_again(tmp_path, monkeypatch):
+    """metrics.jsonl becomes what the ledger says: here the killed process had not yet written one event and had written two too many."""
+    first, _, config = tracked(tmp_path)
+    for event in (EVAL, {**STAGE, "turn": 1}, STAGE, SWEEP):
+        first.record(event)
+    first.close("failed")
+    with Ledger(tmp_path) as ledger:
+        for event in (EVAL, {**STAGE, "generated_tokens": 500}, {**SWEEP, "generated_tokens": 100}, {**STAGE, "turn": 0}, RESUME):
+            ledger.append(Progress(), event)
+        kept = ledger.events()
+    lines = []
+    tracker = Tracker(config, tmp_path, lines.append, resume=True)
+    since = tracker._since
+    monkeypatch.setattr("rtpo_ray.reports.tracker.time.monotonic", lambda: since)
+    tracker.record(kept[-1])
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == kept
+    assert lines == ["RESUMED at sweep 2, after 2 of its stages, weights v5, 3 steps are done again: the learner was lost"]
+    monkeypatch.setattr("rtpo_ray.reports.tracker.time.monotonic", lambda: since + 60)
+    tracker.record({**SWEEP, "sweep": 1, "generated_tokens": 66})  # 1 of 4 sweeps was done before: one more took a minute, two are left
+    assert lines[1] == "sweep 2/4  trunks 50.0 % in 2.3 turns  weights v3  1,866 tokens  12.0 s  left 2.0 min"
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_state_that_could_not_be_saved_is_said():
+    assert _lost({"retired": {}, "failed": {}, "unsaved": "CheckpointError: no space"}) == "\n    UNSAVED CheckpointError: no space"
+    assert _lost({"retired": {}, "failed": {}, "unsaved": ""}) == ""
 
 
 def test_evaluation_lines():
