@@ -27,10 +27,10 @@ KEEP_WORKERS = {"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold
 
 
 @contextmanager
-def connect(config: Config, learn: bool = True) -> Iterator[None]:
-    """A connection to the configured cluster, or a local one that ends with the block. Raises ConfigError when the run cannot fit.
+def connect(config: Config, *later: Config, learn: bool = True) -> Iterator[None]:
+    """A connection to the configured cluster, or a local one that ends with the block. Raises ConfigError when a run cannot fit.
 
-    `learn`: whether learner ranks will be started too.
+    `later`: of further runs on the same cluster. `learn`: whether learner ranks will be started too.
     """
     address = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
     if address:
@@ -39,7 +39,8 @@ def connect(config: Config, learn: bool = True) -> Iterator[None]:
         ray.init(address="local", num_cpus=config.cluster.local_cpus or os.cpu_count(), include_dashboard=config.cluster.dashboard,
                  log_to_driver=True, logging_level=logging.ERROR, _system_config=KEEP_WORKERS)
     try:
-        check_placement(config, ray.cluster_resources(), learn)
+        for one in (config, *later):
+            check_placement(one, ray.cluster_resources(), learn)
         yield
     finally:
         ray.shutdown()

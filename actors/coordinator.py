@@ -33,9 +33,11 @@ from pipelines.collect import read_episodes, stage_samples
 from pipelines.counts import EpisodeCounts, StageCounts
 from rtpo_ray.algorithms.base import Algorithm, Stage
 from rtpo_ray.config import Config
-from rtpo_ray.errors import CheckpointError, ConservationError, LearnerLost, WeightSyncError
+from rtpo_ray.errors import CheckpointError, ConservationError, LearnerLost, RtpoError, WeightSyncError
 from rtpo_ray.ledger import Ledger, Progress, state_folder, trunks_folder
 from rtpo_ray.types import UpdateResult, derive_seed
+
+BARREN_SWEEPS = 3  # sweeps in a row without any trunk that end a run: whatever breaks them is there to stay
 
 
 class Coordinator(Evaluator):
@@ -51,6 +53,7 @@ class Coordinator(Evaluator):
         super().__init__(config=config, pool=pool, publisher=publisher)
         self._algorithm, self._gang = algorithm, gang
         self._at = Progress()  # where the run stands
+        self._barren = 0  # sweeps in a row whose trunks all failed
         self._steps = 0  # finished by this coordinator
         self._unsaved = ""  # why the last checkpoint could not be written, until an event has said so
 
@@ -114,6 +117,10 @@ class Coordinator(Evaluator):
         batch = tasks.training_tasks(self._config.run.seed, sweep, self._config.sampling.tasks_per_sweep)
         ask = self._ask("trunks", sweep, count=method.n_trunks, keep_boundaries=method.branching)
         trunks, counts, busy = self._episodes(batch, "trunks", ask, kept)
+        self._barren = self._barren + 1 if counts.failed.total() == counts.episodes else 0
+        if self._barren == BARREN_SWEEPS:
+            message = next(iter(counts.failed))
+            raise RtpoError(f"all trunks of {BARREN_SWEEPS} sweeps in a row failed; in sweep {sweep}, {counts.failed_first[message]}: {message}")
         self._at = replace(self._at, stage=0, tokens=self._at.tokens + counts.generated_tokens)
         self._ledger.append(self._at)
         return trunks, counts, [{"generate": busy}]

@@ -50,6 +50,7 @@ class Evaluator:
                "success": rate(sampled.successes, sampled.episodes),
                "success_greedy": rate(greedy.successes, greedy.episodes), "turns_mean": rate(sampled.turns, sampled.episodes),
                "tool_calls_mean": rate(sampled.tool_calls, sampled.episodes), "malformed_calls": sampled.malformed_calls,
+               "ends": dict(sampled.ends),
                "failed": dict(sampled.failed + greedy.failed), "failed_first": {**greedy.failed_first, **sampled.failed_first},
                "retired": self._retired(),
                "seconds": time.perf_counter() - started}

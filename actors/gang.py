@@ -46,7 +46,7 @@ class LearnerGang:
         bundle = {"CPU": learner.cpus, "GPU": learner.gpus}
         self._group = placement_group([{k: v for k, v in bundle.items() if v}] * learner.ranks, strategy="PACK", name=LEARNERS)
         if not self._group.wait(start):
-            raise TimeoutError(f"placement of {learner.ranks} learner ranks ({bundle} each) not granted within cluster.start_timeout "
+            raise DeadlineExceeded(f"placement of {learner.ranks} learner ranks ({bundle} each) not granted within cluster.start_timeout "
                                f"({start:g} s); the cluster has {ray.available_resources()}")
         self.ranks = [self._spawn(rank) for rank in range(learner.ranks)]
         where = wait_for(self.ranks[0].rendezvous.remote(), start, "learner rank 0 to start")

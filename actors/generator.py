@@ -50,7 +50,7 @@ class Generator:
         self._engine = asyncio.run_coroutine_threadsafe(_call(make_engine), self._loop).result()
 
     def __repr__(self) -> str:
-        return f"Generator({self._name})"
+        return f"Generator({getattr(self, '_name', 'starting')})"  # Ray asks also when __init__ failed
 
     async def ready(self) -> str:
         """Answers once the engine is up."""

@@ -12,7 +12,8 @@ from dataclasses import asdict, replace
 import pyarrow as pa
 
 from pipelines.rows import REQUESTS, groups_to_table, table_to_groups, table_to_rollouts
-from rtpo_ray.algorithms.base import Algorithm, Stage
+from rtpo_ray.algorithms.base import Algorithm, Branch, Stage
+from rtpo_ray.errors import MethodError
 from rtpo_ray.types import Group, Rollout, derive_seed
 
 
@@ -23,13 +24,29 @@ def requests(trunks: pa.Table, stage: Stage, algorithm: Algorithm, seed: int) ->
     rows = []
     for task_id, rollouts in _by_task(table_to_rollouts(trunks)):
         alive = [trunk for trunk in rollouts if trunk.boundaries and trunk.end != "failed"]
-        for branch in algorithm.branches(stage, alive, random.Random(derive_seed(seed, "branches", task_id))):
+        for branch in _branches(algorithm, stage, alive, derive_seed(seed, "branches", task_id)):
             trunk = alive[branch.trunk]
-            boundary = next(boundary for boundary in trunk.boundaries if boundary.turn == branch.turn)
+            boundary = next((boundary for boundary in trunk.boundaries if boundary.turn == branch.turn), None)
+            if boundary is None:
+                raise MethodError(f"task {task_id}: {type(algorithm).__name__}.branches names turn {branch.turn} of trunk {branch.trunk}, whose "
+                                  f"boundaries are at turns {[boundary.turn for boundary in trunk.boundaries]}")
             if branch.count:
                 rows.append({"group_id": f"{trunk.rollout_id}/{branch.turn}", "task_id": task_id, "parent": trunk.rollout_id, "count": branch.count,
                              "boundary": asdict(boundary)})
     return pa.Table.from_pylist(rows, schema=REQUESTS)
+
+
+def _branches(algorithm: Algorithm, stage: Stage, trunks: list[Rollout], seed: int) -> list[Branch]:
+    """What the method says, which may be a user's. Raises MethodError."""
+    who = f"{type(algorithm).__name__}.branches"
+    try:
+        branches = list(algorithm.branches(stage, trunks, random.Random(seed)))
+    except Exception as error:  # a user's method may raise anything; the cause is chained
+        raise MethodError(f"{who} raised {type(error).__name__} on {len(trunks)} trunks: {error}") from error
+    for branch in branches:
+        if not isinstance(branch, Branch) or not 0 <= branch.trunk < len(trunks) or branch.count < 0:
+            raise MethodError(f"{who} returned {branch!r}; expected a Branch of one of {len(trunks)} trunks, and a count of 0 or more")
+    return branches
 
 
 def assemble(trunks: pa.Table, branches: pa.Table, stage: Stage) -> pa.Table:

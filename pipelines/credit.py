@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -12,6 +11,7 @@ import pyarrow.compute as pc
 
 from pipelines.rows import SAMPLES, table_to_groups
 from rtpo_ray.algorithms.base import Algorithm, Credit
+from rtpo_ray.errors import MethodError
 from rtpo_ray.types import Group, Rollout, Sample, TurnRecord, context_hash
 
 
@@ -37,7 +37,7 @@ def _credit_one(group: Group, algorithm: Algorithm) -> list[dict[str, Any]]:
     if failure or overlong:
         outcome, reason = ("failed", failure) if failure else ("filtered", "overlong")
         return [_row(group, sibling, outcome, reason) for sibling in group.siblings]
-    credits, objective = _checked(algorithm.credit(group), group), algorithm.objective
+    credits, objective = _credits(algorithm, group), algorithm.objective
     rounding = 1e-12 * max(1.0, *(abs(sibling.returns_to_go) for sibling in group.siblings))
     if not (objective.needs_all or any(abs(credit.advantage) > rounding for credit in credits)):
         return [_row(group, sibling, "filtered", "zero_advantage") for sibling in group.siblings]
@@ -55,16 +55,27 @@ def _credit_one(group: Group, algorithm: Algorithm) -> list[dict[str, Any]]:
     return rows
 
 
-def _checked(credits: Sequence[Credit], group: Group) -> Sequence[Credit]:
-    """What a method made, which may be a user's. Raises ValueError for what could only be trained wrongly."""
+def _credits(algorithm: Algorithm, group: Group) -> list[Credit]:
+    """What the method says, which may be a user's. Raises MethodError when it fails, and for what could only be trained wrongly."""
+    who = f"{type(algorithm).__name__}.credit"
+    try:
+        credits = list(algorithm.credit(group))
+    except Exception as error:  # a user's method may raise anything; the cause is chained
+        raise MethodError(f"group {group.group_id} of {len(group.siblings)} siblings: {who} raised {type(error).__name__}: {error}") from error
     for credit in credits:
-        where = f"group {group.group_id}, sibling {credit.sibling}, turn {credit.record.turn}"
+        if not isinstance(credit, Credit):
+            raise MethodError(f"group {group.group_id}: {who} returned {credit!r}; expected a sequence of Credit")
         if not 0 <= credit.sibling < len(group.siblings):
-            raise ValueError(f"{where}: credit names a sibling that is not there; expected 0 to {len(group.siblings) - 1}")
+            raise MethodError(f"group {group.group_id}: {who} names sibling {credit.sibling}, which is not there; expected 0 to "
+                              f"{len(group.siblings) - 1}")
+        where = f"group {group.group_id}, sibling {credit.sibling}, turn {credit.record.turn}: {who}"
+        own = group.siblings[credit.sibling]
+        if not any(record is credit.record for chain in group.siblings if chain is own or chain.rollout_id == own.parent for record in chain.turns):
+            raise MethodError(f"{where} gave a record that is neither this sibling's nor its trunk's")
         if not math.isfinite(credit.advantage):
-            raise ValueError(f"{where}: credit gave the advantage {credit.advantage}; expected a finite number")
+            raise MethodError(f"{where} gave the advantage {credit.advantage}; expected a finite number")
         if not 0 < credit.weight < math.inf:
-            raise ValueError(f"{where}: credit gave the weight {credit.weight}; expected a finite number above 0")
+            raise MethodError(f"{where} gave the weight {credit.weight}; expected a finite number above 0")
     return credits
 
 

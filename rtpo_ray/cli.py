@@ -14,7 +14,9 @@ from types import FrameType
 
 from filelock import FileLock, Timeout
 
+from rtpo_ray import environments
 from rtpo_ray.config import Config, check_resumable, describe, load_config
+from rtpo_ray.environments.base import Environment
 from rtpo_ray.errors import ConfigError, RtpoError
 from rtpo_ray.ledger import Ledger
 
@@ -137,7 +139,7 @@ def compare(args: argparse.Namespace) -> int:
         by_run = {entry.config.run.name: models[entry.label] for entry in waiting}
         from actors import cluster
 
-        with cluster.connect(waiting[0].config):
+        with cluster.connect(*(entry.config for entry in waiting)):
             folder = run_comparison(comparison, lambda config: _train(config, by_run[config.run.name]), _say)
     _say((folder / "table.md").read_text())
     _say(f"{folder} holds table.md, table.csv and curves.png")
@@ -225,12 +227,27 @@ def _model_path(config: Config) -> str:
     if not config.model.path:
         from rtpo_ray.policy.tiny import materialise
 
+        if environments.REGISTRY[config.environment.name].demonstrate is Environment.demonstrate:
+            raise ConfigError(f"field model.path is empty and environment {config.environment.name!r} has no scripted demonstrations, from which "
+                              "the tiny model would be built; set model.path, or define demonstrate(rng, noise)")
+
         return str(materialise(config, _say))
     folder = Path(config.model.path).expanduser()
     if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            inside = [str(path.parent) for path in sorted(folder.glob("*/config.json"))]
+            raise ConfigError(f"field model.path is {config.model.path!r}: there is no config.json, so it is no Hugging Face folder"
+                              + (f"; did you mean {inside[0]}?" if inside else ""))
         return str(folder.resolve())
     if config.model.path.startswith((".", "/", "~")) or config.model.path.count("/") > 1:
         raise ConfigError(f"field model.path is {config.model.path!r}; expected a folder that exists, or a Hugging Face name")
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(config.model.path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"field model.path is {config.model.path!r}: neither a folder here nor a model that can be had: "
+                          f"{str(error).strip().splitlines()[0]}") from error
     return config.model.path
 
 

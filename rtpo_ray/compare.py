@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ def load_comparison(path: str | Path, overrides: Sequence[str] = ()) -> Comparis
     (file, *later) = [(origin, shared) for origin, _, shared in split]
     configs = {label: _method_config(label, [file, (str(path), OmegaConf.create(method)), *later]) for label, method in methods.items()}
     _check_budgets(configs)
+    _check_common(configs)
     runs = tuple(Entry(label=label, seed=seed, config=_run_config(config, name, label, seed)) for seed in seeds for label, config in configs.items())
     return Comparison(name=name, seeds=tuple(seeds), runs=runs, optimum=optimum)
 
@@ -88,7 +90,7 @@ def load_comparison(path: str | Path, overrides: Sequence[str] = ()) -> Comparis
 def run_comparison(comparison: Comparison, train: Callable[[Config], None], say: Callable[[str], None]) -> Path:
     """Make every run that is not finished; returns the folder, which holds table.md, table.csv and curves.png.
 
-    They are written after every run. A run that raises RtpoError is recorded as failed and the next one starts; anything else is raised.
+    They are written after every run. A run that fails is recorded as failed and the next one starts.
     """
     folder = comparison.folder
     with _alone(comparison):
@@ -106,9 +108,9 @@ def run_comparison(comparison: Comparison, train: Callable[[Config], None], say:
             config_hash, error = hash_config(entry.config), ""
             try:
                 train(entry.config)
-            except RtpoError as failure:
+            except Exception as failure:  # noqa: BLE001 - a method of the user's may raise anything; the other methods go on
                 error = ": ".join([type(failure).__name__, *str(failure).splitlines()[:1]])
-                say(f"{run} failed: {error}")
+                say(f"{run} failed: {error}" if isinstance(failure, RtpoError) else f"{run} failed:\n{traceback.format_exc()}")
             _write_status(entry.folder, {"status": "failed" if error else "finished", "config_hash": config_hash, "error": error})
             _report(comparison)
     return folder
@@ -128,8 +130,10 @@ def unfinished(comparison: Comparison) -> list[Entry]:
 
 
 def hash_config(config: Config) -> str:
-    """Of the whole configuration."""
-    return hashlib.sha256(to_yaml(config).encode()).hexdigest()
+    """Of the whole configuration, and of the file that the method comes from when it is not one of ours."""
+    file = Path(config.algorithm.name.rpartition(":")[0])
+    own = file.read_bytes() if file.suffix == ".py" else b""
+    return hashlib.sha256(to_yaml(config).encode() + own).hexdigest()
 
 
 def _split(origin: str, layer: DictConfig) -> tuple[dict[str, Any], DictConfig]:
@@ -202,6 +206,21 @@ def _run_config(config: Config, name: str, label: str, seed: int) -> Config:
     return dataclasses.replace(config, run=run)
 
 
+COMMON = {  # what must be the same for all methods, and why
+    "cluster": "the runs share one cluster", "run.eval_tasks": "success is compared on the same tasks",
+    "environment.name": "success is compared on the same tasks", "environment.args": "success is compared on the same tasks",
+    "environment.max_turns": "success is compared on the same tasks"}
+
+
+def _check_common(configs: dict[str, Config]) -> None:
+    first = next(iter(configs))
+    for label, config in configs.items():
+        for name, why in COMMON.items():
+            value, expected = (OmegaConf.select(OmegaConf.structured(one), name) for one in (config, configs[first]))
+            if value != expected:
+                raise ConfigError(f"compare.methods.{label}: field {name} is {value}; expected {expected} as for {first}, since {why}")
+
+
 def _check_budgets(configs: dict[str, Config]) -> None:
     first, budget = next((label, config.run.tokens) for label, config in configs.items())
     for label, config in configs.items():
@@ -245,7 +264,12 @@ def _move_aside(folder: Path) -> Path | None:
 def _read_status(folder: Path) -> dict[str, str]:
     """Status, hash and error of a run; status "" when it never ended."""
     file = folder / "status.json"
-    return {"status": "", "config_hash": "", "error": "", **(json.loads(file.read_text()) if file.exists() else {})}
+    empty = {"status": "", "config_hash": "", "error": ""}
+    try:
+        found = json.loads(file.read_text()) if file.exists() else {}
+    except json.JSONDecodeError:  # cut off by a full disk, say: the run is made again
+        return empty
+    return {**empty, **found} if isinstance(found, dict) else empty
 
 
 def _write_status(folder: Path, status: dict[str, str]) -> None:
@@ -261,7 +285,12 @@ def _report(comparison: Comparison) -> None:
     for entry in comparison.runs:
         status = _read_status(entry.folder)
         if status["status"] == "finished":
-            results.append(run_result(entry.label, entry.seed, read_events(entry.folder / "metrics.jsonl"), comparison.budget))
+            try:
+                events = read_events(entry.folder / "metrics.jsonl")
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"field compare.name is {comparison.name!r}: the metrics of the finished run {entry.folder} cannot be read "
+                                  f"({error}); remove that folder to make the run again") from error
+            results.append(run_result(entry.label, entry.seed, events, comparison.budget))
         elif status["status"] == "failed":
             results.append(RunResult(method=entry.label, seed=entry.seed, error=status["error"]))
     write_comparison(comparison.folder, results, comparison.budget, comparison.optimum)

@@ -356,9 +356,17 @@ def _check_algorithm(config: Config) -> None:
     except ValueError as error:
         raise ConfigError(f"field algorithm.name is {error}") from error
     try:
-        algorithms.make(name, args).check(config.environment.max_turns)
+        method = algorithms.make(name, args)
+        method.check(config.environment.max_turns)
     except ValueError as error:
         raise ConfigError(f"field algorithm.args.{error}") from error
+    except Exception as error:  # a user's method may raise anything; the cause is chained
+        raise ConfigError(f"field algorithm.args is {args}: {name} raised {type(error).__name__}: {error}") from error
+    try:
+        algorithms.check(method, config.environment.max_turns)
+    except Exception as error:  # as above
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ConfigError(f"field algorithm.name is {name!r}: {kind}{error}") from error
 
 
 def _check_environment_args(environment: EnvironmentConfig) -> None:

@@ -13,6 +13,10 @@ class ContextMismatch(RtpoError):
     """The context that the learner would train on is not the one that the engine saw."""
 
 
+class MethodError(RtpoError):
+    """A method made something that could only be trained wrongly, or failed while it did."""
+
+
 class NonFiniteUpdate(RtpoError):
     """Updates kept producing NaN or infinity, so the run stops before it trains on garbage."""
 

@@ -7,11 +7,12 @@ import difflib
 import functools
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtpo_ray.algorithms.arpo import Arpo
-from rtpo_ray.algorithms.base import Algorithm
+from rtpo_ray.algorithms.base import Algorithm, Objective, Stage
 from rtpo_ray.algorithms.dapo import Dapo
 from rtpo_ray.algorithms.drgrpo import DrGrpo
 from rtpo_ray.algorithms.gigpo import GiGpo
@@ -52,7 +53,33 @@ def make(name: str, args: dict[str, Any]) -> Algorithm:
             raise ValueError(f"{key} is {value!r}; expected {hint}")
         if wrong := complaint(value, fields[key]):
             raise ValueError(f"{key} is {wrong}")
+    for key, spec in fields.items():
+        if key not in args and spec.default is spec.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{key} is missing; {name} has no default for it")
     return cls(**args)
+
+
+def check(method: Algorithm, max_turns: int) -> None:
+    """Whether a method can train at all, before anything starts. Raises ValueError; what its own code raises comes as it is."""
+    kind = type(method).__name__
+    if type(method).credit is Algorithm.credit:
+        raise ValueError(f"{kind} must define credit(group)")
+    if not isinstance(method.objective, Objective):
+        raise ValueError(f"{kind}.objective is {method.objective!r}; expected an Objective")
+    stages = method.stages(max_turns)
+    if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, Stage) for stage in stages):
+        raise ValueError(f"{kind}.stages({max_turns}) returned {stages!r}; expected a sequence of at least one Stage")
+    for stage in stages:
+        if stage.turn is None:
+            continue
+        if not 0 <= stage.turn < max_turns:
+            raise ValueError(f"{kind}.stages({max_turns}) names turn {stage.turn}; expected 0 to {max_turns - 1}")
+        if not method.branching:
+            raise ValueError(f"{kind}.stages({max_turns}) names turn {stage.turn}, but branching is False, so trunks would keep no boundaries; "
+                             "set branching = True")
+        if stage.n_siblings < 1 + stage.with_trunk:
+            raise ValueError(f"{kind}.stages({max_turns}) asks for {stage.n_siblings} siblings of turn {stage.turn}; expected at least "
+                             f"{1 + stage.with_trunk}")
 
 
 def find(name: str) -> type[Algorithm]:
@@ -68,7 +95,7 @@ def find(name: str) -> type[Algorithm]:
         raise ValueError(f"{name!r}: no file {path} in {Path.cwd()}")
     try:
         module = _load(str(Path(path).resolve()))
-    except Exception as error:  # a user's file may raise anything; the cause is chained
+    except (Exception, SystemExit) as error:  # a user's file may raise anything; the cause is chained
         raise ValueError(f"{name!r}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if not (isinstance(found, type) and issubclass(found, Algorithm)):

@@ -6,12 +6,19 @@ objective is maximised. Nothing in here knows Ray, tensors or models.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rtpo_ray.options import opt
 from rtpo_ray.types import Group, Rollout, TurnRecord
+
+
+def _one_of(owner: object, name: str, *choices: str) -> None:
+    """A misspelt choice must not pass for another one."""
+    if getattr(owner, name) not in choices:
+        raise ValueError(f"{type(owner).__name__}.{name} is {getattr(owner, name)!r}; valid choices: {', '.join(choices)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +40,9 @@ class Stage:
     with_trunk: bool = True
     merge: bool = False
     publish: bool = True
+
+    def __post_init__(self) -> None:
+        _one_of(self, "baseline", "task", "boundary")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,9 @@ class Critic:
     clip: float = 0.2  # a new value may differ from the old one by so much; 0: no clip
     whiten: bool = True
 
+    def __post_init__(self) -> None:
+        _one_of(self, "level", "token", "turn")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnOrder:
@@ -74,6 +87,10 @@ class TurnOrder:
     carry: str = "product"  # product | geometric: of the response's token ratios
     carry_clip: float = 0.0  # the carried ratio is clipped to 1 +/- this; 0: no clip
     advantage_clip: float = 0.0  # |advantage| is clipped to this; 0: no clip
+
+    def __post_init__(self) -> None:
+        _one_of(self, "order", "reverse", "natural", "random")
+        _one_of(self, "carry", "product", "geometric")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +124,11 @@ class Objective:
     critic: Critic | None = None
     turns: TurnOrder | None = None
 
+    def __post_init__(self) -> None:
+        for name, choices in (("loss", ("clipped", "regression")), ("ratio", ("token", "sequence")), ("mean_over", ("groups", "weights")),
+                              ("old_policy", ("learner", "engine"))):
+            _one_of(self, name, *choices)
+
     @property
     def needs_all(self) -> bool:
         """Whether samples without advantage still send a gradient, so that they must reach the learner."""
@@ -136,6 +158,17 @@ class Algorithm:
         """Raise ValueError when the options cannot work together, naming them."""
         if self.clip_low >= 1:
             raise ValueError(f"clip_low is {self.clip_low}; expected less than 1, since a ratio is never below 0")
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"dual_clip is {self.dual_clip}; expected 0 (off) or more than 1: at 1 and below it would hold every token whose "
+                             "advantage is negative")
+        if 0 < self.tis_cap < 1:
+            raise ValueError(f"tis_cap is {self.tis_cap}; expected 0 (off) or at least 1, the weight of a token that both sample alike")
+
+    def refuse(self, reason: str, *names: str) -> None:
+        """For `check`: raise ValueError when one of these options has another value than its default."""
+        for spec in dataclasses.fields(self):
+            if spec.name in names and getattr(self, spec.name) != spec.default:
+                raise ValueError(f"{spec.name} is {getattr(self, spec.name)}; {reason}: leave it at {spec.default}")
 
     @property
     def objective(self) -> Objective:

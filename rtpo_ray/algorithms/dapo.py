@@ -22,4 +22,5 @@ class Dapo(Algorithm):
         return replace(super().objective, mean_over="weights")
 
     def credit(self, group: Group) -> Sequence[Credit]:
-        return per_token(group, standardised(returns(group)))
+        values = returns(group)
+        return per_token(group, standardised(values)) if max(values) > min(values) else ()

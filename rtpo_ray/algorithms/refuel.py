@@ -23,6 +23,10 @@ class Refuel(Algorithm):
 
     branching = True
 
+    def check(self, max_turns: int) -> None:
+        super().check(max_turns)
+        self.refuse("REFUEL's squared error has no ratio to clip or to weigh", "clip_low", "clip_high", "dual_clip", "tis_cap")
+
     @property
     def objective(self) -> Objective:
         return replace(super().objective, loss="regression", eta=self.eta)

@@ -39,6 +39,9 @@ class Rtpo(Algorithm):
             raise ValueError(f"rho_min is {self.rho_min} and rho_max is {self.rho_max} with sync_every 1; continuations are on-policy then: "
                              "leave both at 1, or set sync_every to 0 or more than 1")
 
+        if self.sync_every != 1:
+            self.refuse("with sync_every other than 1 the ratio is already taken to whoever sampled", "tis_cap")
+
     @property
     def _unweighed(self) -> bool:
         return self.rho_min == self.rho_max == 1.0

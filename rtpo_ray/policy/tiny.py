@@ -27,6 +27,7 @@ from rtpo_ray import environments
 from rtpo_ray.config import Config
 from rtpo_ray.environments.base import Environment, Observation
 from rtpo_ray.episodes.contexts import Append, ChatTemplate
+from rtpo_ray.errors import ConfigError
 from rtpo_ray.types import derive_seed
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -134,7 +135,7 @@ def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, conf
         optimizer.step()
         value = float(loss.detach())
         if not math.isfinite(value):
-            raise ValueError(f"warm start: loss is {value} at step {step}; lower warm_start.lr ({options.lr})")
+            raise ConfigError(f"field warm_start.lr is {options.lr}: the loss is {value} at supervised step {step}; lower it")
         if (step + 1) % 100 == 0:
             say(f"  warm start {step + 1}/{options.steps}: loss {value:.3f}")
     return value

@@ -59,6 +59,8 @@ class Update:
         """Take the steps. A step with a non-finite loss, log-probability or gradient is refused on all ranks and ends the update."""
         norms: list[float] = []
         refused = ""
+        if self._nothing_to_learn():
+            return self._totals.result(norms, 0, refused)
         parts = list(self._parts())
         for number, (turn, part) in enumerate(parts, 1):
             for step in self._steps(turn, part):
@@ -69,6 +71,12 @@ class Update:
             if self._objective.turns is not None and number < len(parts):
                 self._carry(part, self._objective.turns)
         return self._totals.result(norms, len(norms), refused)
+
+    def _nothing_to_learn(self) -> bool:
+        """Whether weighed continuations left every group with equal returns: a step would move the weights by momentum and decay alone."""
+        if self._objective.continuation_clamp is None or self._objective.kl_coef or not self._everywhere:
+            return False
+        return self._sum(sum(bool(advantage.any()) for advantage in self._advantages.values())) == 0
 
     def _check(self) -> None:
         if self._objective.loss != "regression":

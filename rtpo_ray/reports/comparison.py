@@ -18,7 +18,8 @@ Event = dict[str, Any]
 Curve = Sequence[tuple[float, float]]  # (tokens generated in training so far, success on the held-out tasks), in order
 
 LEVEL = 0.8  # success whose cost in tokens is reported
-COLUMNS = ("method", "seed", "final_success", "area", "tokens_to_80", "tokens", "seconds", "zero_advantage_rate", "ratio_drift", "k3", "error")
+COLUMNS = ("method", "seed", "final_success", "area", "tokens_to_80", "tokens", "seconds", "zero_advantage_rate", "ratio_drift", "k3", "lost",
+           "error")
 PERCENT = (".1f", 100, " %")
 
 
@@ -30,14 +31,15 @@ class RunResult:
     seed: int
     error: str = ""  # why the run failed, one line
     curve: Curve = ()
-    final_success: float | None = None  # of the last evaluation
+    final_success: float | None = None  # at the budget, linear between evaluations
     area: float | None = None  # under the curve, over the budget
-    tokens_to_80: float | None = None  # None: never
+    tokens_to_80: float | None = None  # None: not within the budget
     tokens: int | None = None  # generated in training
     seconds: float | None = None  # of training, evaluations excluded
     zero_advantage_rate: float | None = None  # mean over groups
     ratio_drift: float | None = None  # largest |ratio_geomean - 1| of a stage
     k3: float | None = None  # mean over stages
+    lost: int = 0  # rollouts that failed; in evaluations they count as no success
 
 
 def read_events(metrics: Path) -> list[Event]:
@@ -53,11 +55,16 @@ def run_result(method: str, seed: int, events: Sequence[Event], budget: float) -
     groups = sum(stage["groups"] for stage in grouped)
     k3 = [stage["k3"] for stage in stages if stage["k3"] is not None]
     return RunResult(
-        method=method, seed=seed, curve=curve, final_success=curve[-1][1] if curve else None, area=area(curve, budget), tokens_to_80=tokens_to(curve),
+        method=method, seed=seed, curve=curve, final_success=at(curve, budget), area=area(curve, budget), tokens_to_80=tokens_to(curve, budget),
         tokens=sum(event["generated_tokens"] for event in [*stages, *sweeps]), seconds=sum(sweep["seconds"]["total"] for sweep in sweeps),
         zero_advantage_rate=sum(stage["groups"] * stage["zero_advantage_rate"] for stage in grouped) / groups if groups else None,
         ratio_drift=max((abs(stage["ratio_geomean"] - 1) for stage in stages if stage["ratio_geomean"] is not None), default=None),
-        k3=statistics.fmean(k3) if k3 else None)
+        k3=statistics.fmean(k3) if k3 else None, lost=sum(sum(event["failed"].values()) for event in events if "failed" in event))
+
+
+def at(curve: Curve, budget: float) -> float | None:
+    """Success at `budget`, linear between evaluations, since a run ends with the sweep that spends it; the last value holds. None without a point."""
+    return float(_at(np.array([budget]), curve)[0]) if curve else None
 
 
 def area(curve: Curve, budget: float) -> float | None:
@@ -68,12 +75,13 @@ def area(curve: Curve, budget: float) -> float | None:
     return float(np.trapezoid(_at(grid, curve), grid)) / budget
 
 
-def tokens_to(curve: Curve, level: float = LEVEL) -> float | None:
-    """Tokens at which the curve first reaches `level`, linear between evaluations; None when it never does."""
+def tokens_to(curve: Curve, budget: float, level: float = LEVEL) -> float | None:
+    """Tokens at which the curve first reaches `level`, linear between evaluations; None when it does not within the budget."""
     for number, (tokens, success) in enumerate(curve):
         if success >= level:
             before, lower = curve[number - 1] if number else (tokens, success)
-            return tokens if success == lower else before + (tokens - before) * (level - lower) / (success - lower)
+            found = tokens if success == lower else before + (tokens - before) * (level - lower) / (success - lower)
+            return found if found <= budget * (1 + 1e-9) else None
     return None
 
 
@@ -122,11 +130,14 @@ def markdown(results: Sequence[RunResult], budget: int) -> str:
                  _spread(finished, "seconds", ",.0f"), _spread(finished, "zero_advantage_rate", *PERCENT),
                  _spread(finished, "ratio_drift", ".1e"), _spread(finished, "k3", ".1e")]
         lines.append(f"| {method} | {len(finished)} | {' | '.join(cells)} |")
-    lines += ["", f"Budget: {budget:,} generated tokens a run. Mean over the seeds, ± half the width of its 95 % t-interval. `area`: mean success "
+    lines += ["", f"Budget: {budget:,} generated tokens a run. Mean over the seeds, ± half the width of its 95 % t-interval. `final success`: at the "
+              "budget, linear between evaluations; `area`: mean success "
               "over the budget; `seconds`: of training; `equal`: share of groups whose returns are all equal; `drift`: largest distance of a stage's "
               "`ratio_geomean` from 1; `k3`: mean over the stages."]
     short = [f"{run.method} seed {run.seed} ({run.tokens:,})" for run in results if run.tokens is not None and run.tokens < budget]
     lines += ["", f"Ended before the budget: {', '.join(short)}."] if short else []
+    lost = [f"{run.method} seed {run.seed} ({run.lost:,})" for run in results if run.lost]
+    lines += ["", f"Rollouts lost to errors, which evaluations count as no success: {', '.join(lost)}."] if lost else []
     failed = [f"- {run.method} seed {run.seed}: {run.error}" for run in results if run.error]
     lines += ["", "Failed, and in no figure above:", "", *failed] if failed else []
     return "\n".join(lines) + "\n"

@@ -78,7 +78,7 @@ class Tracker:
         of = "" if self._budget else f"/{self._sweeps}"
         return (f"sweep {done}{of}  trunks {_percent(event['trunk_success'])} in {event['trunk_turns_mean']:.1f} turns  "
                 f"weights v{event['weight_version']}  {self._tokens:,} tokens  {event['seconds']['total']:.1f} s  left {left / 60:.1f} min"
-                f"{_lost(event)}")
+                f"{_cut_off(event['trunk_ends'])}{_lost(event)}")
 
     def _share(self, sweeps: int) -> float:
         """Of the training, after so many sweeps and the tokens so far."""
@@ -107,7 +107,13 @@ def _stage_line(event: Event) -> str:
 
 def eval_line(event: Event) -> str:
     return (f"eval after {event['sweep']} sweeps: success {_percent(event['success'])} sampled, {_percent(event['success_greedy'])} greedy on "
-            f"{event['tasks']} held-out tasks, {event['tool_calls_mean']:.1f} tool calls, {event['malformed_calls']} malformed{_lost(event)}")
+            f"{event['tasks']} held-out tasks, {event['tool_calls_mean']:.1f} tool calls, {event['malformed_calls']} malformed"
+            f"{_cut_off(event['ends'])}{_lost(event)}")
+
+
+def _cut_off(ends: dict[str, int]) -> str:
+    """Episodes that generators.max_model_len ended; silence would hide that they could not succeed."""
+    return f"  {_percent(ends['overlong'] / sum(ends.values()))} OVERLONG (generators.max_model_len)" if ends.get("overlong") else ""
 
 
 def _lost(event: Event) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import ray
@@ -61,10 +62,10 @@ def test_a_killed_command_is_resumed(start, tiny_model, two_sweeps, tmp_path):
     folder = tmp_path / "killed"
     training = start(["train"], "run.name=killed")
     training.wait_for("  turn 1 ", 240)
-    family = training.family()
+    actors = [process for process in training.family() if re.match(r"ray::(Generator|Learner|Coordinator)", process.name())]
     training.process.kill()
     assert training.finish(30) == -signal.SIGKILL
-    assert wait_for_end(family, 60) == []  # Ray's own processes end with the driver
+    assert len(actors) >= 4 and wait_for_end(actors, 60) == []  # whoever computes ends with the driver
     before = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in before][-1] == "stage" and not (folder / "final").exists()
 

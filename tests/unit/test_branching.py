@@ -8,6 +8,7 @@ from pipelines.rows import GROUPS, REQUESTS, groups_to_table, rollouts_to_table,
 from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Branch, Stage
 from rtpo_ray.algorithms.rtpo import Rtpo
+from rtpo_ray.errors import MethodError
 from rtpo_ray.types import Boundary, Group, Rollout
 
 TURN = {turn: Stage(turn=turn, n_siblings=3, baseline="boundary", with_trunk=False) for turn in range(4)}
@@ -65,6 +66,20 @@ def test_trunks_that_failed_or_never_began_are_asked_for_nothing(broken):
 @pytest.mark.parametrize("name", [name for name, cls in algorithms.REGISTRY.items() if not cls.branching])
 def test_methods_that_do_not_branch_ask_for_nothing(name):
     assert wanted([trunk("t/0", 0.0, 1.0), trunk("t/1", 1.0)], Stage(), name) == []
+
+
+@pytest.mark.parametrize(("answer", "message"), [
+    (lambda: [Branch(2, 0, 1)], r"Odd\.branches returned Branch\(trunk=2, turn=0, count=1\); expected a Branch of one of 2 trunks"),
+    (lambda: [Branch(-1, 0, 1)], r"expected a Branch of one of 2 trunks"), (lambda: [Branch(0, 0, -1)], r"and a count of 0 or more"),
+    (lambda: [(0, 0, 1)], r"Odd\.branches returned \(0, 0, 1\)"), (lambda: 1 / 0, r"Odd\.branches raised ZeroDivisionError on 2 trunks"),
+    (lambda: [Branch(1, 1, 1)], r"task t: Odd\.branches names turn 1 of trunk 1, whose boundaries are at turns \[0\]")])
+def test_branches_that_cannot_be_are_refused(answer, message):
+    class Odd(Rtpo):
+        def branches(self, stage, trunks, rng):
+            return answer()
+
+    with pytest.raises(MethodError, match=message):
+        requests(rollouts_to_table([trunk("t/0", 0.0, 1.0), trunk("t/1", 1.0)]), TURN[0], Odd(), 0)
 
 
 def test_a_branch_of_nobody_is_no_request():

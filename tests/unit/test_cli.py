@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rtpo_ray import cli
+from rtpo_ray import cli, environments
+from rtpo_ray.cli import main
 from rtpo_ray.config import Config, walk
+from rtpo_ray.environments.base import Environment, Observation
 from rtpo_ray.errors import ConfigError, EngineError
 
 ROOT = Path(__file__).parents[2]
@@ -88,3 +90,26 @@ def test_a_second_run_of_the_same_name_is_a_configuration_error(capsys, tmp_path
     (tmp_path / "twice" / "metrics.jsonl").touch()
     assert cli.main(["train", "run.name=twice", f"run.root={tmp_path}", "run.aim=false"]) == 2
     assert "field run.name is 'twice'" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model_is_a_configuration_error_that_names_the_one_inside(capsys, tmp_path):
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    (tmp_path / "run" / "final" / "config.json").write_text("{}")
+    assert main(["evaluate", "--model", str(tmp_path / "run")]) == 2
+    assert f"there is no config.json, so it is no Hugging Face folder; did you mean {tmp_path}/run/final?" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_had_is_a_configuration_error(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["evaluate", "--model", "no-such-model"]) == 2
+    assert "field model.path is 'no-such-model': neither a folder here nor a model that can be had: " in capsys.readouterr().err
+
+
+def test_an_environment_without_demonstrations_needs_a_model(capsys, monkeypatch):
+    class Mute(Environment):
+        def reset(self, seed):
+            return Observation("")
+
+    monkeypatch.setitem(environments.REGISTRY, "lookup", Mute)
+    assert main(["evaluate"]) == 2
+    assert "field model.path is empty and environment 'lookup' has no scripted demonstrations" in capsys.readouterr().err

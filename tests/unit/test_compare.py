@@ -83,6 +83,9 @@ def test_overrides_win_over_shared_sections_and_methods(tmp_path):
     ("compare.methods.second.learner.lrr=1", ["compare.methods.second: ", "pair.yaml", "unknown field learner.lrr ", "learner.lr?"]),
     ("compare.methods.second.learner.lr=0", ["compare.methods.second: field learner.lr is 0.0", "more than 0"]),
     ("compare.methods.second.run.tokens=5", ["compare.methods.second: field run.tokens is 5; expected 1000 as for first", "equal budget"]),
+    ("compare.methods.second.run.eval_tasks=5", ["compare.methods.second: field run.eval_tasks is 5; expected 256 as for first", "the same tasks"]),
+    ("compare.methods.second.environment.args={hops: 1}", ["environment.args is {'hops': 1}; expected {} as for first"]),
+    ("compare.methods.second.cluster.local_cpus=64", ["cluster", "as for first, since the runs share one cluster"]),
     ("run.tokens=0", ["compare.methods.first: field run.tokens is 0", "at least 1"]),
     ("run.eval_tasks=0", ["run.eval_tasks is 0"]),
     ("run.seed=3", ["override 'run.seed=3'", "run.seed is 3", "compare.seeds"]),
@@ -122,9 +125,10 @@ EVENTS = [evaluation(0, 0.2), stage(10, 0.5, 1.0, 0.25), stage(0, None, None, No
 
 def test_the_figures_of_a_run():
     run = run_result("rtpo", 3, EVENTS, 800)
-    assert run == RunResult(method="rtpo", seed=3, curve=((0, 0.2), (400, 0.6), (1200, 1.0)), final_success=1.0,
+    assert run == RunResult(method="rtpo", seed=3, curve=((0, 0.2), (400, 0.6), (1200, 1.0)), final_success=run.final_success,
                             area=run.area, tokens_to_80=run.tokens_to_80, tokens=1300, seconds=5.5, zero_advantage_rate=0.2, ratio_drift=0.25,
                             k3=0.375)
+    assert run.final_success == pytest.approx(0.8)  # between the evaluations after 400 and 1200 tokens
     assert run.area == pytest.approx((400 * 0.4 + 400 * 0.7) / 800)  # at 800 tokens the curve stands at 0.8
     assert run.tokens_to_80 == pytest.approx(800)
 
@@ -153,10 +157,12 @@ def test_area_over_a_budget_of_100(curve, expected):
     ([(0, 0.6), (10, 1.0), (20, 0.0)], 5),
     ([(0, 0.9), (10, 0.1), (20, 0.9)], 0),  # the first crossing
     ([(0, 0.0), (10, 0.79)], None),
+    ([(0, 0.0), (200, 1.0)], None),  # beyond the budget
+    ([(0, 0.0), (110, 0.88)], 100),
     ([], None),
 ])
-def test_tokens_to_80_percent(curve, expected):
-    assert tokens_to(curve) == (None if expected is None else pytest.approx(expected))
+def test_tokens_to_80_percent_within_a_budget_of_100(curve, expected):
+    assert tokens_to(curve, 100) == (None if expected is None else pytest.approx(expected))
 
 
 @pytest.mark.parametrize(("values", "mean", "half"), [
@@ -181,7 +187,7 @@ def test_the_mean_curve_is_taken_at_every_point_of_every_seed():
 
 RESULTS = [
     RunResult(method="rtpo", seed=0, curve=((0, 0.25), (1000, 0.75)), final_success=0.75, area=0.5, tokens_to_80=None, tokens=1100, seconds=1200.25,
-              zero_advantage_rate=0.5, ratio_drift=2e-7, k3=1e-9),
+              zero_advantage_rate=0.5, ratio_drift=2e-7, k3=1e-9, lost=7),
     RunResult(method="grpo", seed=0, error="EngineError: lost, or \"so\""),
     RunResult(method="rtpo", seed=1, curve=((0, 0.25), (900, 1.0)), final_success=1.0, area=0.5, tokens_to_80=660.0, tokens=900, seconds=1000.25,
               zero_advantage_rate=0.25, ratio_drift=4e-7, k3=None),
@@ -191,21 +197,24 @@ RESULTS = [
 def test_tables_to_the_letter_and_the_picture(tmp_path):
     write_comparison(tmp_path, RESULTS, 1000, optimum=0.9)
     assert (tmp_path / "table.csv").read_text() == (
-        "method,seed,final_success,area,tokens_to_80,tokens,seconds,zero_advantage_rate,ratio_drift,k3,error\n"
-        "rtpo,0,0.75,0.5,,1100,1200.25,0.5,2e-07,1e-09,\n"
-        "grpo,0,,,,,,,,,\"EngineError: lost, or \"\"so\"\"\"\n"
-        "rtpo,1,1.0,0.5,660.0,900,1000.25,0.25,4e-07,,\n")
+        "method,seed,final_success,area,tokens_to_80,tokens,seconds,zero_advantage_rate,ratio_drift,k3,lost,error\n"
+        "rtpo,0,0.75,0.5,,1100,1200.25,0.5,2e-07,1e-09,7,\n"
+        "grpo,0,,,,,,,,,0,\"EngineError: lost, or \"\"so\"\"\"\n"
+        "rtpo,1,1.0,0.5,660.0,900,1000.25,0.25,4e-07,,0,\n")
     assert (tmp_path / "table.md").read_text() == (
         "| method | seeds | final success | area | tokens to 80 % | seconds | equal | drift | k3 |\n"
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|\n"
         "| rtpo | 2 | 87.5 ± 158.8 % | 50.0 ± 0.0 % | 1 of 2, median 660 | 1,100 ± 1,271 | 37.5 ± 158.8 % | 3.0e-07 ± 1.3e-06 | 1.0e-09 |\n"
         "| grpo | 0 | - | - | 0 of 0 | - | - | - | - |\n"
         "\n"
-        "Budget: 1,000 generated tokens a run. Mean over the seeds, ± half the width of its 95 % t-interval. `area`: mean success over the budget; "
+        "Budget: 1,000 generated tokens a run. Mean over the seeds, ± half the width of its 95 % t-interval. `final success`: at the budget, "
+        "linear between evaluations; `area`: mean success over the budget; "
         "`seconds`: of training; `equal`: share of groups whose returns are all equal; `drift`: largest distance of a stage's `ratio_geomean` "
         "from 1; `k3`: mean over the stages.\n"
         "\n"
         "Ended before the budget: rtpo seed 1 (900).\n"
+        "\n"
+        "Rollouts lost to errors, which evaluations count as no success: rtpo seed 0 (7).\n"
         "\n"
         "Failed, and in no figure above:\n"
         "\n"
@@ -271,7 +280,32 @@ def test_a_further_seed_and_a_further_method_are_added_to_what_is_there(tmp_path
     assert train.made == ["first-seed1", "second-seed1", "first-seed0", "second-seed0", "third-seed0", "third-seed1"]
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, type("Terminated", (BaseException,), {}), RuntimeError])
+def test_a_run_by_a_method_whose_file_was_edited_is_not_taken_for_finished(tmp_path):
+    method = "from dataclasses import dataclass\nfrom rtpo_ray.algorithms.grpo import Grpo\n@dataclass(frozen=True, kw_only=True)\nclass My(Grpo):\n"
+    (tmp_path / "my.py").write_text(method + "    number = 1\n")
+    override = f"compare.methods.second.algorithm.name={tmp_path}/my.py:My"
+    run_comparison(load(tmp_path, override), Trainer(), print)
+    assert unfinished(load(tmp_path, override)) == []
+    (tmp_path / "my.py").write_text(method + "    number = 2\n")
+    with pytest.raises(ConfigError, match="holds a finished run of another configuration"):
+        unfinished(load(tmp_path, override))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"status": "finis'])
+def test_a_damaged_status_is_that_of_an_unfinished_run(tmp_path, text):
+    folder = run_comparison(load(tmp_path), Trainer(), print)
+    (folder / NAMES[1] / "status.json").write_text(text)
+    assert [entry.config.run.name for entry in unfinished(load(tmp_path))] == [NAMES[1]]
+
+
+def test_metrics_that_cannot_be_read_name_their_run(tmp_path):
+    folder = run_comparison(load(tmp_path), Trainer(), print)
+    (folder / NAMES[1] / "metrics.jsonl").write_text('{"kind": "ev')
+    with pytest.raises(ConfigError, match=rf"the metrics of the finished run .*{NAMES[1]} cannot be read .*; remove that folder"):
+        run_comparison(load(tmp_path), Trainer(), print)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, type("Terminated", (BaseException,), {})])
 def test_an_interrupt_is_raised_and_the_next_call_goes_on_with_that_run(tmp_path, stop):
     train, lines = Trainer(second_seed0=stop()), []
     with pytest.raises(stop):
@@ -288,13 +322,15 @@ def test_an_interrupt_is_raised_and_the_next_call_goes_on_with_that_run(tmp_path
 
 
 def test_a_failed_run_is_recorded_and_made_again_at_the_next_call(tmp_path):
-    train, lines = Trainer(first_seed0=EngineError("lost\nand a second line"), first_seed1=EngineError()), []
+    train, lines = Trainer(first_seed0=EngineError("lost\nand a second line"), first_seed1=EngineError(), second_seed0=KeyError("theirs")), []
     folder = run_comparison(load(tmp_path), train, lines.append)
     assert train.made == NAMES and "run 1/4: first-seed0 failed: EngineError: lost" in lines
-    assert rows(folder) == [("first-seed0", "EngineError: lost"), ("second-seed0", ""), ("first-seed1", "EngineError"), ("second-seed1", "")]
+    assert any("second-seed0 failed:\nTraceback" in line for line in lines)  # not one of ours: where it came from is said
+    assert rows(folder) == [("first-seed0", "EngineError: lost"), ("second-seed0", "KeyError: 'theirs'"), ("first-seed1", "EngineError"),
+                            ("second-seed1", "")]
     assert "- first seed 0: EngineError: lost\n" in (folder / "table.md").read_text()
     run_comparison(load(tmp_path), train, lines.append)
-    assert train.made == [*NAMES, "first-seed0", "first-seed1"] and rows(folder) == [(name, "") for name in NAMES]
+    assert train.made == [*NAMES, "first-seed0", "second-seed0", "first-seed1"] and rows(folder) == [(name, "") for name in NAMES]
 
 
 def test_a_run_that_fails_before_its_folder_exists_is_recorded_too(tmp_path):
@@ -325,8 +361,8 @@ def test_two_processes_do_not_work_in_one_folder(tmp_path):
     folder.mkdir(parents=True)
     with FileLock(folder / ".compare.lock"), pytest.raises(ConfigError, match=r"compare\.name is 'pair': another process works in"):
         run_comparison(load(tmp_path), Trainer(), print)
-    with pytest.raises(Timeout):  # a run's own lock is not taken for the comparison's
-        run_comparison(load(tmp_path), Trainer(first_seed0=Timeout("other")), print)
+    run_comparison(load(tmp_path), Trainer(first_seed0=Timeout("other")), print)  # a run's own lock is not taken for the comparison's
+    assert rows(folder)[0] == ("first-seed0", "Timeout: The file lock 'other' could not be acquired.")
 
 
 def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from rtpo_ray import algorithms
 from rtpo_ray import config as config_module
 from rtpo_ray.compare import load_comparison
-from rtpo_ray.config import Config, describe, load_config, to_yaml, walk
+from rtpo_ray.config import Config, check_resumable, describe, load_config, to_yaml, walk
 from rtpo_ray.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -96,6 +96,9 @@ def test_wrong_types_name_field_value_and_type(override, parts):
     (["learner.lr=inf"], ["learner.lr is inf", "finite"]),
     (["learner.beta2=1"], ["learner.beta2 is 1.0", "[0, 1)"]),
     (["algorithm.args.clip_low=1"], ["algorithm.args.clip_low is 1", "less than 1"]),
+    (["algorithm.args.dual_clip=0.5"], ["algorithm.args.dual_clip is 0.5", "0 (off) or more than 1"]),
+    (["algorithm.args.tis_cap=0.1"], ["algorithm.args.tis_cap is 0.1", "0 (off) or at least 1"]),
+    (["algorithm.args.sync_every=0", "algorithm.args.tis_cap=2"], ["algorithm.args.tis_cap is 2", "whoever sampled", "leave it at 0.0"]),
     (["algorithm.args.clip_low=.nan"], ["algorithm.args.clip_low is nan", "finite"]),
     (["algorithm.name=grpo2"], ["algorithm.name is 'grpo2'", "did you mean grpo?", "valid choices: rtpo, seeupo, grpo", "file.py:Class"]),
     (["environment.name=maze"], ["environment.name is 'maze'", "lookup"]),
@@ -128,6 +131,68 @@ def test_wrong_types_name_field_value_and_type(override, parts):
 def test_impossible_values_name_field_value_and_what_is_valid(overrides, parts):
     message = refused(*overrides)
     assert [part for part in parts if part not in message] == [], message
+
+
+METHOD = """
+import sys
+from dataclasses import dataclass
+from rtpo_ray.algorithms.base import Algorithm, Objective, Stage, TurnOrder
+from rtpo_ray.algorithms.credit import centred, own_turn, returns
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Algorithm):
+    branching = True
+
+    def stages(self, max_turns):
+        return [Stage(turn=0, n_siblings=2, baseline="boundary", with_trunk=False)]
+
+    def credit(self, group):
+        return own_turn(group, centred(returns(group)))
+"""
+
+
+@pytest.mark.parametrize(("before", "after", "parts"), [
+    ("    branching = True\n", "", ["Mine.stages(3) names turn 0", "branching is False", "set branching = True"]),
+    ("turn=0", "turn=3", ["Mine.stages(3) names turn 3; expected 0 to 2"]),
+    ("n_siblings=2", "n_siblings=0", ["asks for 0 siblings of turn 0; expected at least 1"]),
+    ("with_trunk=False", "n_siblings=1", ["SyntaxError"]),
+    ('"boundary"', '"boundry"', ["Stage.baseline is 'boundry'; valid choices: task, boundary"]),
+    ("return [Stage", "return []; [Stage", ["Mine.stages(3) returned []; expected a sequence of at least one Stage"]),
+    ("return [Stage", "[Stage", ["Mine.stages(3) returned None"]),
+    ("return [Stage", "raise KeyError('lost'); [Stage", ["KeyError: 'lost'"]),
+    ("def credit", "def credits", ["Mine must define credit(group)"]),
+    ("    def credit", "    objective = 3\n\n    def credit", ["Mine.objective is 3; expected an Objective"]),
+    ("    def credit", "    objective = property(lambda self: Objective(loss='regresion'))\n\n    def credit",
+     ["Objective.loss is 'regresion'; valid choices: clipped, regression"]),
+    ("    def credit", "    objective = property(lambda self: Objective(turns=TurnOrder(order='reversed')))\n\n    def credit",
+     ["TurnOrder.order is 'reversed'; valid choices: reverse, natural, random"]),
+    ("    branching", "    beta: float\n    branching", ["field algorithm.args.beta is missing"]),
+    ("    branching", "    def check(self, max_turns): 1 / 0\n    branching", ["field algorithm.args", "raised ZeroDivisionError"]),
+    ("import sys", "import sys\nsys.exit('bye')", ["cannot be imported: SystemExit: bye"]),
+])
+def test_a_method_of_the_users_that_cannot_train_is_named_before_anything_starts(tmp_path, before, after, parts):
+    assert METHOD.count(before) >= 1
+    for number, text in enumerate((METHOD, METHOD.replace(before, after, 1))):
+        (tmp_path / f"mine{number}.py").write_text(text)
+    load_config(None, [f"algorithm.name={tmp_path}/mine0.py:Mine"])
+    message = refused(f"algorithm.name={tmp_path}/mine1.py:Mine")
+    assert message.startswith(("field algorithm.name is ", "field algorithm.args")), message
+    assert [part for part in parts if part not in message] == [], message
+
+
+def test_the_quickstart_takes_every_method():
+    for name in algorithms.REGISTRY:
+        load_config(CONF / "quickstart.yaml", [f"algorithm.name={name}"])
+
+
+def test_a_resumed_run_may_change_how_it_computes_and_not_what_it_learns():
+    before = load_config(None, ["run.name=a"])
+    for free in ("run.sweeps=99", "learner.ranks=3", "cluster.local_cpus=32", "generators.count=4", "weights.timeout=9"):
+        check_resumable(before, load_config(None, ["run.name=a", "cluster.local_cpus=16", free]))
+    for fixed, field in (("learner.lr=1e-3", "learner.lr"), ("run.seed=1", "run.seed"), ("algorithm.args.n_siblings=4", "algorithm.args"),
+                         ("sampling.temperature=0.5", "sampling.temperature"), ("environment.args.hops=1", "environment.args")):
+        with pytest.raises(ConfigError, match=rf"field {field} is .* when the run began; a resumed run may change run\.name, "):
+            check_resumable(before, load_config(None, ["run.name=a", fixed]))
 
 
 @pytest.mark.parametrize("override", ["algorithm.args.n_siblings", "--fast", "algorithm.args.n_siblings=[1", "run.name=${nowhere}"])

@@ -16,7 +16,7 @@ from pipelines.counts import EpisodeCounts, StageCounts
 from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Stage
 from rtpo_ray.config import AlgorithmConfig, Config, EnvironmentConfig, RunConfig, SamplingConfig
-from rtpo_ray.errors import CheckpointError, ConservationError, LearnerLost, WeightSyncError
+from rtpo_ray.errors import CheckpointError, ConservationError, LearnerLost, RtpoError, WeightSyncError
 from rtpo_ray.ledger import Ledger, trunks_folder
 from rtpo_ray.types import UpdateResult
 
@@ -284,6 +284,17 @@ def test_a_state_that_cannot_be_written_is_reported_and_the_run_goes_on(tmp_path
     made._gang.finish_checkpoint = finish
     events = list(made.run(str(tmp_path)))
     assert [event["unsaved"] for event in events if event["unsaved"]] == ["no space left"] and ledger_of(tmp_path)[0].finished
+
+
+def test_a_run_whose_trunks_all_fail_ends_with_the_first_error(tmp_path):
+    class Barren(Walk):
+        def _episodes(self, batch, name, ask, keep):
+            dead = Counter({"EngineError: no room": 2}) if self._at.sweep != 1 else Counter()  # sweep 1 works: the count begins again
+            return None, EpisodeCounts(episodes=2, failed=dead, failed_first={name: "train-0/0" for name in dead}), 0.0
+
+    made = Barren(sweeps=9, eval_every=0)
+    with pytest.raises(RtpoError, match=r"all trunks of 3 sweeps in a row failed; in sweep 4, train-0/0: EngineError: no room"):
+        list(made.run(made.folder))
 
 
 def test_rates_of_nothing_are_none():

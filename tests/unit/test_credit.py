@@ -16,6 +16,7 @@ from pipelines.rows import SAMPLES
 from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Credit
 from rtpo_ray.algorithms.rtpo import Rtpo
+from rtpo_ray.errors import MethodError
 from rtpo_ray.types import Rollout, context_hash
 
 
@@ -261,16 +262,39 @@ def test_credit_of_the_base_must_be_defined():
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"advantage": math.nan}, r"group g, sibling 0, turn 0: credit gave the advantage nan; expected a finite number"),
-    ({"weight": 0.0}, r"group g, sibling 0, turn 0: credit gave the weight 0.0; expected a finite number above 0"),
+    ({"advantage": math.nan}, r"group g, sibling 0, turn 0: Odd.credit gave the advantage nan; expected a finite number"),
+    ({"weight": 0.0}, r"group g, sibling 0, turn 0: Odd.credit gave the weight 0.0; expected a finite number above 0"),
     ({"weight": math.inf}, r"credit gave the weight inf"), ({"weight": -1.0}, r"credit gave the weight -1.0"),
-    ({"sibling": 2}, r"group g, sibling 2, turn 0: credit names a sibling that is not there; expected 0 to 1"),
-    ({"sibling": -1}, r"sibling -1")])
+    ({"sibling": 2}, r"group g: Odd.credit names sibling 2, which is not there; expected 0 to 1"),
+    ({"sibling": -1}, r"sibling -1"), ({"sibling": 1}, r"Odd.credit gave a record that is neither this sibling's nor its trunk's")])
 def test_credit_that_could_only_be_trained_wrongly_is_refused(change, message):
     class Odd(type(algorithms.make("rtpo", {}))):
         def credit(self, made):
             first, *others = super().credit(made)
             return [dataclasses.replace(first, **change), *others]
 
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(MethodError, match=message):
         credited(group(sibling("g/0", 1.0), sibling("g/1", 0.0), name="g"), algorithm=Odd())
+
+
+@pytest.mark.parametrize(("answer", "message"), [
+    (lambda: None, r"group g of 2 siblings: Odd\.credit raised TypeError: 'NoneType' object is not iterable"),
+    (lambda: 1 / 0, r"group g of 2 siblings: Odd\.credit raised ZeroDivisionError: division by zero"),
+    (lambda: [1.0, 0.0], r"group g: Odd\.credit returned 1\.0; expected a sequence of Credit")])
+def test_a_credit_function_that_fails_is_named(answer, message):
+    class Odd(algorithms.Algorithm):
+        def credit(self, made):
+            return answer()
+
+    with pytest.raises(MethodError, match=message):
+        credited(group(sibling("g/0", 1.0), sibling("g/1", 0.0), name="g"), algorithm=Odd())
+
+
+def test_a_credit_function_may_yield():
+    class Lazy(type(algorithms.make("rtpo", {}))):
+        def credit(self, made):
+            yield from super().credit(made)
+
+    made = group(sibling("g/0", 1.0), sibling("g/1", 0.0), name="g")
+    found, expected = credited(made, algorithm=Lazy()), credited(made)
+    assert found.drop_columns("credit_seconds") == expected.drop_columns("credit_seconds") and "trained" in found["outcome"].to_pylist()

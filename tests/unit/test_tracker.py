@@ -20,9 +20,11 @@ def tracked(folder):
 STAGE = {"kind": "stage", "sweep": 0, "turn": 2, "groups": 60, "siblings": 480, "success": 0.125, "zero_advantage_rate": 0.5,
          "logprob_gap_max": 3e-6, "grad_norm": 0.1234,
          "generated_tokens": 1200, "filtered": {"zero_advantage": 8}, "failed": {}, "retired": {}, "refused": "", "seconds": {"total": 3.26}}
-SWEEP = {"kind": "sweep", "sweep": 0, "trunk_success": 0.5, "trunk_turns_mean": 2.345, "weight_version": 3, "generated_tokens": 34,
+SWEEP = {"kind": "sweep", "sweep": 0, "trunk_success": 0.5, "trunk_turns_mean": 2.345, "trunk_ends": {"terminated": 9}, "weight_version": 3,
+         "generated_tokens": 34,
          "failed": {}, "retired": {}, "seconds": {"total": 12.0}}
 EVAL = {"kind": "eval", "sweep": 0, "tasks": 256, "success": 0.3125, "success_greedy": 0.5, "tool_calls_mean": 1.96, "malformed_calls": 4,
+        "ends": {"terminated": 256},
         "failed": {}, "retired": {}}
 
 
@@ -157,6 +159,13 @@ def test_a_state_that_could_not_be_saved_is_said():
 
 def test_evaluation_lines():
     assert eval_line(EVAL) == "eval after 0 sweeps: success 31.2 % sampled, 50.0 % greedy on 256 held-out tasks, 2.0 tool calls, 4 malformed"
+
+
+def test_episodes_that_ran_out_of_room_are_said(tmp_path):
+    assert eval_line({**EVAL, "ends": {"terminated": 192, "overlong": 64}}).endswith("4 malformed  25.0 % OVERLONG (generators.max_model_len)")
+    tracker, lines, _ = tracked(tmp_path)
+    tracker.record({**SWEEP, "trunk_ends": {"overlong": 3}})
+    assert lines[0].endswith("min  100.0 % OVERLONG (generators.max_model_len)")
 
 
 def test_without_aim_it_is_not_loaded(tmp_path):
