@@ -50,9 +50,9 @@ def check_placement(config: Config, resources: dict[str, float], learn: bool = T
     """Whether learner and generators fit the whole cluster. Raises ConfigError with what is missing."""
     learner, generators = config.learner, config.generators
     for kind, each_rank, each_generator, data in (("CPU", learner.cpus, generators.cpus, DATA_CPUS), ("GPU", learner.gpus, generators.gpus, 0)):
-        need, have = learn * learner.ranks * each_rank + generators.count * each_generator + data, resources.get(kind, 0)
+        need, have = learn * learner.ranks * each_rank + generators.min * each_generator + data, resources.get(kind, 0)
         if need > have:
-            raise ConfigError(f"field learner.ranks is {learner.ranks} (x {each_rank:g} {kind}) and generators.count is {generators.count} "
+            raise ConfigError(f"field learner.ranks is {learner.ranks} (x {each_rank:g} {kind}) and generators.min is {generators.min} "
                               f"(x {each_generator:g} {kind}): with {data} for Ray Data, {need:g} {kind}s do not fit the cluster's {have:g}")
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -128,11 +129,12 @@ class Coordinator(Evaluator):
     def _stage(self, sweep: int, number: int, stage: Stage, trunks: ray.data.MaterializedDataset, episodes: EpisodeCounts) -> Event:
         """One stage: collect and credit, update, publish."""
         started = time.perf_counter()
-        self._ready()
+        self._ready(self._siblings(stage, episodes))
         seed = self._config.run.seed
         ask = self._ask("siblings", sweep, number if stage.turn is None else stage.turn)
-        blocks = stage_samples(trunks, stage, self._config.algorithm, ask, self._collection())
-        counts = self._gang.counts([self._gang.feed(block) for block in blocks])
+        with self._joining():
+            blocks = stage_samples(trunks, stage, self._config.algorithm, ask, self._collection())
+            counts = self._gang.counts([self._gang.feed(block) for block in blocks])
         self._check(counts, f"sweep {sweep}, {stage_name(stage)}", stage, episodes)
         collected = time.perf_counter()
         update = self._gang.update(counts.groups, counts.comparable, derive_seed(seed, sweep, "update", number if stage.turn is None else stage.turn))
@@ -144,6 +146,21 @@ class Coordinator(Evaluator):
         done = time.perf_counter()
         spent = {"generate": self._busy(), "credit": counts.credit_seconds, "learn": learned - collected, "broadcast": done - learned}
         return stage_event(sweep, stage, counts, update, published) | {"retired": self._retired(), "seconds": _phases([spent], done - started)}
+
+    def _siblings(self, stage: Stage, episodes: EpisodeCounts) -> int:
+        """About how many a stage samples: what branches grow is known block by block only."""
+        if stage.turn is not None:
+            return episodes.boundaries[stage.turn] * stage.n_siblings
+        return 2 * episodes.episodes if self._algorithm.branching else 0
+
+    def _joining(self) -> AbstractContextManager[None]:
+        """Nobody can join while the learner is ahead of the weights that are served."""
+        return nullcontext() if self._at.unpublished else super()._joining()
+
+    def _blocks(self, rollouts: int) -> int:
+        """Trunks stay in their blocks when siblings branch off them, and then there are more rollouts."""
+        stages = self._algorithm.stages(self._config.environment.max_turns)
+        return super()._blocks(rollouts * max(1, *(stage.n_siblings for stage in stages)))
 
     def _refit(self) -> None:
         self._publish(self._at.version + self._at.unpublished)  # newer weights never go by an old version's number

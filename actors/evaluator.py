@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ray
 import ray.data
 
+from actors.joining import joining
 from actors.publisher import AsLoaded, Published, WeightPublisher
 from actors.waiting import wait_for
 from pipelines import tasks
@@ -22,6 +26,9 @@ from rtpo_ray.types import Task, derive_seed
 Event = dict[str, Any]
 
 
+WATCH = 5.0  # seconds between two looks at who is still there
+
+
 class Evaluator:
     """Args:
     config: the whole configuration.
@@ -32,7 +39,8 @@ class Evaluator:
     def __init__(self, *, config: Config, pool: Any, publisher: WeightPublisher | AsLoaded) -> None:
         self._config, self._pool, self._publisher = config, pool, publisher
         self._version = 0
-        self._blocks = max(config.generators.count, config.learner.ranks)  # so that every generator and every rank gets some
+        self._most = max(config.generators.min, config.generators.max)  # generators
+        self._watching = pool and pool.watch.remote(WATCH)  # runs as long as the pool
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._config.algorithm.name}, {self._config.run.name})"
@@ -61,21 +69,34 @@ class Evaluator:
 
         `keep`: a folder in which they are kept as well.
         """
-        self._ready()
-        episodes = collect_episodes(batch, name, ask, self._collection(), self._blocks)
-        counts = count_rollouts(episodes, self._config.sampling.stage_timeout, keep)
+        rollouts = len(batch) * ask.count
+        self._ready(rollouts)
+        with self._joining():
+            episodes = collect_episodes(batch, name, ask, self._collection(), self._blocks(rollouts))
+            counts = count_rollouts(episodes, self._config.sampling.stage_timeout, keep)
         if counts.episodes != len(batch) * ask.count:
             raise ConservationError(f"{name}: {len(batch) * ask.count} episodes were asked for, {counts.episodes} came back")
         return episodes, counts, self._busy()
 
-    def _ready(self) -> None:
-        """Start generators that are missing; whoever does not serve the present version is brought to it."""
+    def _blocks(self, rollouts: int) -> int:
+        """Of a batch with so many: one that fills a generator each, and some for every generator and every learner rank."""
+        return max(self._most, self._config.learner.ranks, math.ceil(rollouts / self._config.generators.max_num_seqs))
+
+    def _ready(self, rollouts: int) -> None:
+        """As many generators as so many rollouts deserve are there or asked for; whoever does not serve the present version is brought to it."""
+        if ray.wait([self._watching], timeout=0)[0]:
+            wait_for(self._watching, 1, "the generator pool's watch")  # it never ends well: raises why it ended
+        wait_for(self._pool.resize.remote(rollouts, self._config.generators.release), 30, "the generator pool to take its new size")
         timeout = self._config.cluster.start_timeout + 60
         if wait_for(self._pool.fill.remote(self._version), timeout, "the generator pool to have its generators ready"):
             self._refit()
 
     def _refit(self) -> None:
         self._publish(self._version)
+
+    def _joining(self) -> AbstractContextManager[None]:
+        """A stage's collection: who comes up in its middle takes part."""
+        return joining(self._pool, lambda names: self._publisher.admit(self._version, names))
 
     def _publish(self, version: int) -> Published:
         published = self._publisher.publish(version)
@@ -88,7 +109,8 @@ class Evaluator:
 
     def _collection(self) -> Collection:
         sampling = self._config.sampling
-        return Collection(pool=self._pool, version=self._version, retries=sampling.retries, deadline=time.time() + sampling.stage_timeout)
+        return Collection(pool=self._pool, version=self._version, retries=sampling.retries, deadline=time.time() + sampling.stage_timeout,
+                          concurrency=2 * self._most)
 
     def _busy(self) -> float:
         busy: float = wait_for(self._pool.take_busy_seconds.remote(), 30, "the generator pool's clock")

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import ray
 
 from pipelines.collect import Ask
 from pipelines.rows import groups_to_table, rollouts_to_table, table_to_tasks
@@ -53,8 +54,12 @@ class Generator:
         return f"Generator({getattr(self, '_name', 'starting')})"  # Ray asks also when __init__ failed
 
     async def ready(self) -> str:
-        """Answers once the engine is up."""
-        return self._name
+        """Answers once the engine is up: the id of the node that it runs on."""
+        return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
+
+    async def alive(self) -> None:
+        """Answers when the episode loop does."""
+        await self._run(asyncio.sleep(0))
 
     async def episodes(self, tasks: pa.Table, ask: Ask) -> pa.Table:
         """TASKS rows to ROLLOUTS rows, `ask.count` episodes a task."""

@@ -48,6 +48,9 @@ class AsLoaded:
     def __init__(self, pool: Any) -> None:
         self._pool = pool
 
+    def admit(self, version: int, names: Sequence[str]) -> None:
+        wait_for([self._pool.serve.remote(name, version) for name in names], 30, "the generator pool to let them serve")
+
     def publish(self, version: int) -> Published:
         started = time.perf_counter()
         members = [lease.member for lease in wait_for(self._pool.members.remote(), 30, "the generator pool's members")]
@@ -100,6 +103,23 @@ class WeightPublisher:
             for name, reason in blamed.items():
                 self._ask(self._pool.report.remote(name, f"weight version {version}: {reason}"))
             retired |= blamed
+
+    def admit(self, version: int, names: Sequence[str]) -> None:
+        """Bring those who came up since to the learner's weights, which are published as `version` already. The others go on sampling.
+
+        Whoever fails is taken out of service, or tried again later when it is not to blame. Raises LearnerLost.
+        """
+        members = {lease.member: lease.generator for lease in self._ask(self._pool.members.remote()) if lease.member in names}
+        if not members:
+            return
+        _, failed = self._attempt(version, members)
+        if not failed:
+            _, failed = self._probe(version, members)
+        for name in members:
+            if name in failed and failed[name].guilty:
+                self._ask(self._pool.report.remote(name, f"weight version {version}: {failed[name]}"))
+            elif not failed:
+                self._ask(self._pool.serve.remote(name, version))
 
     def _attempt(self, version: int, members: dict[str, Any]) -> tuple[str, dict[str, Failure]]:
         """One broadcast: (hash that was sent, failure by member that did not end up with it)."""

@@ -12,7 +12,7 @@ import ray
 
 from actors.gang import thread_variables
 from actors.generator import Generator
-from actors.pool import GeneratorPool
+from actors.pool import GeneratorPool, PoolLimits
 from rtpo_ray import environments
 from rtpo_ray.config import Config
 from rtpo_ray.engines.base import Engine
@@ -23,9 +23,19 @@ from rtpo_ray.episodes.episode import EpisodeSettings
 
 def spawn_pool(config: Config, model_path: str) -> tuple[Any, ray.ObjectRef]:
     """The pool, and a reference that is ready when its generators are."""
+    generators = config.generators
+    limits = PoolLimits(least=generators.min, most=max(generators.min, generators.max), each=generators.max_num_seqs,
+                        start_timeout=config.cluster.start_timeout, lost_after=generators.lost_after)
     pool = ray.remote(GeneratorPool).options(name="rtpo-generator-pool", num_cpus=0, max_concurrency=1000).remote(
-        GeneratorSpawner(config, model_path), config.generators.count, config.cluster.start_timeout)
-    return pool, pool.fill.remote(0)
+        GeneratorSpawner(config, model_path), limits, draining_nodes)
+    return pool, pool.fill.remote(0, generators.min)
+
+
+def draining_nodes() -> list[str]:
+    """Ids of the nodes that were told to go, by a pre-emption notice or the autoscaler. Ray's own libraries ask it in this way."""
+    from ray._private.state import state
+
+    return list(state.get_draining_nodes())
 
 
 class GeneratorSpawner:

@@ -42,10 +42,11 @@ Block: TypeAlias = "ray.ObjectRef[pa.Table]"
 class Collection:
     """What every sampling step of a run needs."""
 
-    pool: Any  # actor handle: lease(version), release(lease), report(lease, error)
+    pool: Any  # actor handle: lease(version, rollouts, ...), release(member, rollouts), report(member, error)
     version: int  # weight version that must have sampled
     retries: int
     deadline: float  # time.time() after which the step gives up
+    concurrency: int = 4  # blocks that wait for a generator or are sampled at once; each is a process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +61,18 @@ class Ask:
 
 def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Collection, blocks: int) -> ray.data.MaterializedDataset:
     """Whole episodes of every task (ROLLOUTS rows), left in the object store."""
-    rollouts = dataset(tasks, blocks).map_batches(_sample_tasks, fn_kwargs={"ask": ask, "collection": collection}, **_TASK)
+    rollouts = dataset(tasks, blocks).map_batches(
+        _sample_tasks, fn_kwargs={"ask": ask, "collection": collection}, concurrency=collection.concurrency, **_TASK)
     rollouts.set_name(name)
     return rollouts.materialize()
 
 
 def stage_samples(trunks: ray.data.MaterializedDataset, stage: Stage, method: AlgorithmConfig, ask: Ask, collection: Collection) -> Iterator[Block]:
     """Blocks of SAMPLES rows of one stage, each as soon as its groups are complete. `method` is built again where it is needed."""
+    grow = {"stage": stage, "method": method, "ask": ask, "collection": collection}
     samples = (trunks
-               .map_batches(_groups, fn_kwargs={"stage": stage, "method": method, "ask": ask, "collection": collection}, **_TASK)
-               .map_batches(_samples, fn_kwargs={"method": method}, **_TASK))
+               .map_batches(_groups, fn_kwargs=grow, concurrency=collection.concurrency, **_TASK)
+               .map_batches(_samples, fn_kwargs={"method": method}, concurrency=collection.concurrency, **_TASK))
     samples.set_name("stage")
     return itertools.chain.from_iterable(bundle.block_refs for bundle in samples.iter_internal_ref_bundles())
 
@@ -138,7 +141,8 @@ def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty:
         if not len(rows):
             break
         try:
-            lease = _lease(collection, avoid)
+            size = len(rows) * ask.count if method == "episodes" else pc.sum(rows["count"]).as_py()
+            lease = _lease(collection, size, avoid)
         except NoGenerators as error:  # the next stage starts new ones
             done.append(_lost(method, rows, ask, f"NoGenerators: {_first_line(getattr(error, 'cause', error))}"))
             break
@@ -151,7 +155,7 @@ def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty:
                 break
             avoid = (*avoid, lease.member)
             continue
-        ray.get(collection.pool.release.remote(lease.member), timeout=30)
+        ray.get(collection.pool.release.remote(lease.member, size), timeout=30)
         failed = _failed_rows(table)
         if attempt == collection.retries or not any(failed):
             done.append(table)
@@ -167,10 +171,10 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _lease(collection: Collection, avoid: tuple[str, ...]) -> Any:
+def _lease(collection: Collection, size: int, avoid: tuple[str, ...]) -> Any:
     patience = collection.deadline - time.time()
     try:
-        return ray.get(collection.pool.lease.remote(collection.version, avoid, patience), timeout=max(1.0, patience + 30))
+        return ray.get(collection.pool.lease.remote(collection.version, size, avoid, patience), timeout=max(1.0, patience + 30))
     except GetTimeoutError as error:
         raise DeadlineExceeded(f"the pool did not answer within {patience:.0f} s when asked for a generator "
                                f"at weight version {collection.version}") from error

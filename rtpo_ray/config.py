@@ -110,7 +110,10 @@ class SamplingConfig:
 
 @dataclass(kw_only=True)
 class GeneratorConfig:
-    count: int = opt(1, "sampling engines", least=1)
+    min: int = opt(1, "sampling engines that are always kept", least=1)
+    max: int = opt(0, "sampling engines at most, started when a stage has work for them; 0: as many as min", least=0)
+    release: bool = opt(False, "give engines beyond min back when a stage has no work for them, instead of keeping them warm")
+    lost_after: float = opt(120.0, "seconds without an answer after which an engine is replaced", above=0)
     cpus: float = opt(0.5, "logical CPUs each", least=0)
     gpus: float = opt(0.0, "GPUs each", least=0)
     threads: int = opt(1, "compute threads each on CPUs", least=1)
@@ -325,6 +328,8 @@ def _check_together(config: Config) -> None:
             raise ConfigError(f"field learner.{name} is {getattr(config.learner, name)}; expected a share in [0, 1)")
     if config.warm_start.hidden % 32:
         raise ConfigError(f"field warm_start.hidden is {config.warm_start.hidden}; expected a multiple of 32, the width of an attention head")
+    if 0 < generators.max < generators.min:
+        raise ConfigError(f"field generators.max is {generators.max}; expected 0 or at least generators.min ({generators.min})")
     if generators.gpu_memory_utilization > 1:
         raise ConfigError(f"field generators.gpu_memory_utilization is {generators.gpu_memory_utilization}; expected a share in (0, 1]")
     if (config.learner.gpus > 0) != (generators.gpus > 0):
@@ -395,9 +400,9 @@ def _check_placement(config: Config, learn: bool) -> None:
     if config.cluster.address or os.environ.get("RAY_ADDRESS"):
         return
     cpus = config.cluster.local_cpus or os.cpu_count() or 1
-    need = learn * learner.ranks * learner.cpus + generators.count * generators.cpus + DATA_CPUS
+    need = learn * learner.ranks * learner.cpus + generators.min * generators.cpus + DATA_CPUS
     if need > cpus:
         raise ConfigError(
-            f"field learner.ranks is {learner.ranks} (x {learner.cpus:g} CPUs) and generators.count is {generators.count} "
+            f"field learner.ranks is {learner.ranks} (x {learner.cpus:g} CPUs) and generators.min is {generators.min} "
             f"(x {generators.cpus:g} CPUs): with {DATA_CPUS} for Ray Data, {need:g} CPUs do not fit the local cluster's {cpus}; "
             "lower one of them or raise cluster.local_cpus")

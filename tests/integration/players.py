@@ -9,7 +9,7 @@ from chats import chat
 from worlds import Parrot, parrot_engine, settings
 
 from actors.generator import Generator
-from actors.pool import GeneratorPool
+from actors.pool import GeneratorPool, PoolLimits
 from actors.publisher import AsLoaded
 from rtpo_ray.engines.scripted import ScriptedEngine
 
@@ -84,12 +84,27 @@ class Gated(Marked):
             time.sleep(0.02)
 
 
+class Shut(Gated):
+    """Every task waits for it."""
+
+    def step(self, response_text):
+        self.nasty()
+        return Ragged.step(self, response_text)
+
+
 class Player(Generator):
     """A generator that repeats words; wrong at every third seed, so groups are unequal."""
 
     def __init__(self, name, world, overlong="error", **changes):
         super().__init__(name=name, make_engine=lambda: parrot_engine(wrong=lambda seed: seed % 3 == 0), make_environment=world,
                          template=chat("chatml"), settings=settings(step_timeout=90.0, **changes), overlong=overlong, concurrency=100)
+
+
+class Unborn(Player):
+    """Does not come up."""
+
+    def __init__(self, *args, **options):
+        raise RuntimeError("no room on this machine")
 
 
 class Spawn:
@@ -103,10 +118,11 @@ class Spawn:
         return ray.remote(kind).options(name=name, num_cpus=0, max_restarts=0, max_concurrency=1000).remote(name, *self.args, **self.options)
 
 
-def open_pool(spawn, count):
+def open_pool(spawn, count, most=0, each=1000):
     """A pool actor whose generators are up and serve version 0."""
-    pool = ray.remote(GeneratorPool).options(name="rtpo-generator-pool", num_cpus=0, max_concurrency=1000).remote(spawn, count, 60.0)
-    ray.get(pool.fill.remote(0), timeout=90)
+    limits = PoolLimits(least=count, most=most or count, each=each, start_timeout=60.0)
+    pool = ray.remote(GeneratorPool).options(name="rtpo-generator-pool", num_cpus=0, max_concurrency=1000).remote(spawn, limits)
+    ray.get(pool.fill.remote(0, count), timeout=90)
     assert len(AsLoaded(pool).publish(0).members) == count
     return pool
 

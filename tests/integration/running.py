@@ -20,7 +20,7 @@ SMALL = (
     "warm_start.steps=60", "warm_start.batch=32", "warm_start.noise=0.4",
     "environment.name=lookup", "environment.args.hops=1", "environment.args.entities=3", "environment.max_turns=3",
     "algorithm.args.n_siblings=4", "sampling.tasks_per_sweep=32", "sampling.max_response_tokens=24", "sampling.stage_timeout=120",
-    "generators.count=2", "generators.cpus=0.25", "generators.max_model_len=160", "generators.max_num_seqs=64", "generators.kv_cache_mb=16",
+    "generators.min=2", "generators.cpus=0.25", "generators.max_model_len=160", "generators.max_num_seqs=64", "generators.kv_cache_mb=16",
     "learner.cpus=0.5", "learner.lr=3e-4", "learner.timeout=120", "weights.timeout=30",
 )
 

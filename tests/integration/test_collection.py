@@ -5,8 +5,11 @@ import time
 
 import pytest
 import ray
-from players import Gated, KillsAlways, KillsOnce, Player, Ragged, RaisesAlways, RaisesOnce, Spawn, open_pool, status
+from players import Gated, KillsAlways, KillsOnce, Player, Ragged, RaisesAlways, RaisesOnce, Shut, Spawn, Unborn, open_pool, status
+from running import wait_until
 
+from actors.joining import joining
+from actors.publisher import AsLoaded
 from pipelines.collect import Ask, Collection, collect_episodes, count_rollouts, stage_samples
 from pipelines.counts import StageCounts, count_stage
 from rtpo_ray import algorithms
@@ -18,7 +21,7 @@ SIBLINGS = 3
 
 
 def collection(pool, retries=1, seconds=90):
-    return Collection(pool=pool, version=0, retries=retries, deadline=time.time() + seconds)
+    return Collection(pool=pool, version=0, retries=retries, deadline=time.time() + seconds, concurrency=8)
 
 
 def trunks(pool, blocks, count=1, batch=TASKS, **options):
@@ -53,9 +56,9 @@ def expected(turn, trunks_a_task=1):
 def pool_of(cluster, tmp_path):
     """Makes a pool of generators that play `world`; one that misbehaves gets the test's folder to remember what it did."""
 
-    def make(world=Ragged, count=2, **options):
+    def make(world=Ragged, count=2, kinds=(Player,), limits=None, **options):
         made = world if world is Ragged else functools.partial(world, str(tmp_path))
-        return open_pool(Spawn([Player], made, **options), count)
+        return open_pool(Spawn(kinds, made, **options), count, **(limits or {}))
 
     return make
 
@@ -131,17 +134,47 @@ def test_a_killed_generator_costs_no_rows(pool_of, tmp_path):
     assert sorted(row["rollout_id"] for row in rows(stage(pool, made, 0, retries=2))) == expected(0)
     assert (tmp_path / "done").exists()
     found = status(pool)
-    assert sorted((entry["state"], entry["leases"]) for entry in found.values()) == [("gone", 0), ("serving", 0)]
+    states = {name: entry["state"] for name, entry in found.items()}
+    victim, = [name for name, state in states.items() if state == "gone"]
+    assert len(states) == 3 and states.pop(victim) and states.pop("rtpo-generator-2") in ("starting", "joining")  # the replacement
+    assert set(states.values()) == {"serving"} and all(entry["leases"] == 0 for entry in found.values())
     assert "ActorDiedError" in next(entry["reason"] for entry in found.values() if entry["state"] == "gone")
 
 
-def test_when_every_generator_is_gone_the_rollouts_are_lost_and_say_why(pool_of):
-    pool = pool_of(KillsAlways)
+def test_a_task_that_kills_every_generator_costs_its_block_and_says_so(pool_of):
+    """Whoever is started in a dead one's place joins in the middle and is killed in its turn, as often as rows are retried."""
+    pool = pool_of(KillsAlways, count=1)
+    with joining(pool, lambda names: AsLoaded(pool).admit(0, names)):
+        totals = count_rollouts(trunks(pool, 1, retries=2, seconds=100), 60)
+    assert set(totals.ends) == {"failed"} and totals.ends["failed"] == totals.episodes
+    (message,) = totals.failed
+    assert message == "ActorDiedError: no generator survived it in 3 tries, last rtpo-generator-2"
+
+
+def test_without_anyone_who_can_start_the_rollouts_are_lost_and_say_why(pool_of):
+    pool = pool_of(KillsAlways, count=1, kinds=(Player, Unborn))
     totals = count_rollouts(trunks(pool, 1, retries=5, seconds=60), 60)
     assert set(totals.ends) == {"failed"} and totals.ends["failed"] == totals.episodes
     (message,) = totals.failed
     assert "NoGenerators" in message and "every generator is gone: rtpo-generator-0: ActorDiedError" in message
     assert {entry["state"] for entry in status(pool).values()} == {"gone"}
+
+
+def test_whoever_comes_up_in_the_middle_of_a_stage_gets_a_part_of_it(pool_of, tmp_path):
+    """One generator waits at the gate with all that it has room for; the second is asked for only then, and samples the rest."""
+    pool = pool_of(Shut, count=1, limits={"most": 2, "each": 4})
+    admitted = []
+
+    def admit(names):
+        AsLoaded(pool).admit(0, names)
+        admitted.extend(names)
+        wait_until(lambda: status(pool)["rtpo-generator-1"]["leases"], 30, "a lease of the one that came up")
+        (tmp_path / "open").touch()
+
+    with joining(pool, admit):
+        assert ray.get(pool.resize.remote(11, False), timeout=30) == 2
+        made = trunks(pool, 6)
+    assert count_rollouts(made, 60).episodes == 11 and admitted == ["rtpo-generator-1"]
 
 
 @pytest.mark.parametrize(("overlong", "failed", "ends"), [

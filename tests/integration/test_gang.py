@@ -149,7 +149,7 @@ def test_a_generator_that_dies_is_left_out_and_replaced(gang, publishing, random
     assert serving(pool) == {name(0): 1, name(2): 1}
     assert all(gap < 1e-4 for _, gap in gaps(gang, pool).values())
 
-    assert ray.get(pool.fill.remote(1), timeout=90) == [name(3)]  # up, and not serving yet
+    assert ray.get(pool.fill.remote(1, 3), timeout=90) == [name(3)]  # up, and not serving yet
     assert serving(pool) == {name(0): 1, name(2): 1}
     again = publisher.publish(1)
     assert (again.members, again.retired, again.hash) == ((name(0), name(2), name(3)), {}, published.hash)

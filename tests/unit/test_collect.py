@@ -53,12 +53,13 @@ class Pool:
     """Leases the generators in turn and writes down what it is told."""
 
     def __init__(self, *generators):
-        self.generators, self.log = list(generators), []
+        self.generators, self.log, self.sizes = list(generators), [], []  # sizes: rollouts leased, and given back as negative numbers
         self.lease = remote(self._lease)
-        self.release = remote(lambda *told: self.log.append(("release", *told)))
+        self.release = remote(lambda member, rollouts: self.log.append(("release", member)) or self.sizes.append(-rollouts))
         self.report = remote(lambda *told: self.log.append(("report", *told)))
 
-    def _lease(self, version, avoid, patience):
+    def _lease(self, version, rollouts, avoid, patience):
+        self.sizes.append(rollouts)
         self.log.append(("lease", version, avoid))
         number = sum(entry[0] == "lease" for entry in self.log) - 1
         return Lease(f"g{number}", self.generators[number])
@@ -100,6 +101,7 @@ def test_failed_groups_alone_are_tried_again_elsewhere():
     assert groups(pool) == {name: ["terminated"] * 2 for name in "abc"}
     assert (first.asked, second.asked) == ([["a", "b", "c"]], [["b"]])
     assert pool.log == [("lease", 3, ()), ("release", "g0"), ("lease", 3, ("g0",)), ("release", "g1")]
+    assert pool.sizes == [6, -6, 2, -2]  # in rollouts
 
 
 def test_a_group_that_keeps_failing_comes_back_failed():
@@ -113,7 +115,9 @@ def test_without_retries_a_failure_is_final():
 
 
 def test_several_trunks_of_a_task_come_back_once_each_when_one_of_them_failed():
-    found = trunks(Pool(Generator(broken={"b/1"}), Generator()), count=3)
+    pool = Pool(Generator(broken={"b/1"}), Generator())
+    found = trunks(pool, count=3)
+    assert pool.sizes == [9, -9, 3, -3]
     assert sorted(found) == [(f"{task}/{j}", "terminated") for task in "abc" for j in range(3)]
 
 
@@ -139,7 +143,7 @@ def test_rows_that_no_generator_survives_come_back_failed_every_one_of_them(erro
 
 def test_a_pool_without_generators_costs_the_rows():
     class Empty(Pool):
-        def _lease(self, version, avoid, patience):
+        def _lease(self, version, rollouts, avoid, patience):
             raise NoGenerators("every generator is gone")
 
     assert trunks(Empty(), tasks="ab", retries=2) == [("a/0", "failed"), ("b/0", "failed")]

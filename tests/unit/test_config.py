@@ -124,9 +124,9 @@ def test_wrong_types_name_field_value_and_type(override, parts):
     (["run.name=\"a\\nb\""], ["run.name is", "plain folder name"]),
     (["weights.probe_tokens=512"], ["weights.probe_tokens is 512", "generators.max_model_len (512)"]),
     (["learner.ranks=4", "learner.cpus=1", "generators.cpus=1"],
-     ["learner.ranks is 4", "generators.count is 1", "6 CPUs", "the local cluster's 4", "cluster.local_cpus"]),
-    (["cluster.local_cpus=2", "generators.count=3", "learner.cpus=1", "generators.cpus=1"],
-     ["generators.count is 3", "5 CPUs", "the local cluster's 2"]),
+     ["learner.ranks is 4", "generators.min is 1", "6 CPUs", "the local cluster's 4", "cluster.local_cpus"]),
+    (["cluster.local_cpus=2", "generators.min=3", "learner.cpus=1", "generators.cpus=1"],
+     ["generators.min is 3", "5 CPUs", "the local cluster's 2"]),
 ])
 def test_impossible_values_name_field_value_and_what_is_valid(overrides, parts):
     message = refused(*overrides)
@@ -187,7 +187,7 @@ def test_the_quickstart_takes_every_method():
 
 def test_a_resumed_run_may_change_how_it_computes_and_not_what_it_learns():
     before = load_config(None, ["run.name=a"])
-    for free in ("run.sweeps=99", "learner.ranks=3", "cluster.local_cpus=32", "generators.count=4", "weights.timeout=9"):
+    for free in ("run.sweeps=99", "learner.ranks=3", "cluster.local_cpus=32", "generators.min=4", "weights.timeout=9"):
         check_resumable(before, load_config(None, ["run.name=a", "cluster.local_cpus=16", free]))
     for fixed, field in (("learner.lr=1e-3", "learner.lr"), ("run.seed=1", "run.seed"), ("algorithm.args.n_siblings=4", "algorithm.args"),
                          ("sampling.temperature=0.5", "sampling.temperature"), ("environment.args.hops=1", "environment.args")):
