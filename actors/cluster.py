@@ -17,6 +17,7 @@ from actors.evaluator import Evaluator, Event
 from actors.gang import LEARNERS, LearnerGang
 from actors.publisher import AsLoaded, WeightPublisher
 from actors.spawn import spawn_pool
+from actors.telemetry import RunTelemetry
 from actors.waiting import wait_for, wait_for_end
 from rtpo_ray import algorithms
 from rtpo_ray.config import DATA_CPUS, Config
@@ -129,7 +130,10 @@ class CoordinatorActor:
 
     def run(self, folder: str, reason: str) -> Iterator[Event]:
         """The events of the whole run, or of the rest of it."""
-        yield from build_coordinator(self._config, self._model_path).run(folder, reason)
+        telemetry = RunTelemetry(self._config.run.name)
+        for event in build_coordinator(self._config, self._model_path).run(folder, reason):
+            telemetry.observe(event)
+            yield event
 
 
 class EvaluatorActor(CoordinatorActor):

@@ -23,6 +23,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from actors.telemetry import PoolTelemetry
 from rtpo_ray.errors import NoGenerators
 
 
@@ -76,10 +77,12 @@ class GeneratorPool:
     spawn: makes a generator actor under a name.
     limits: how many, how full, how patient.
     draining: ids of the nodes that are about to go.
+    run: name of the run, for its metrics; empty: none are kept.
     """
 
-    def __init__(self, spawn: Callable[[str], Any], limits: PoolLimits, draining: Callable[[], Iterable[str]] = tuple) -> None:
+    def __init__(self, spawn: Callable[[str], Any], limits: PoolLimits, draining: Callable[[], Iterable[str]] = tuple, run: str = "") -> None:
         self._spawn, self._limits, self._draining = spawn, limits, draining
+        self._telemetry = PoolTelemetry(run) if run else None
         self._wanted = limits.least
         self._members: dict[str, Member] = {}
         self._changed = asyncio.Condition()
@@ -235,6 +238,9 @@ class GeneratorPool:
             elif member.state is not Membership.STARTING:
                 await self._ask(member, period)
         await self._notify()
+        if self._telemetry is not None:
+            members = {m.name: (m.state.value, m.version) for m in self._members.values()}
+            self._telemetry.observe([state.value for state in Membership], members, self._waiting)
 
     async def _ask(self, member: Member, period: float) -> None:
         """Whether `member` answers: ask, or judge how long it has not. Rounds are counted, not time: a pool that stood still blames nobody."""

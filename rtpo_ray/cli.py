@@ -15,10 +15,12 @@ from types import FrameType
 from filelock import FileLock, Timeout
 
 from rtpo_ray import environments
-from rtpo_ray.config import Config, check_resumable, describe, load_config
+from rtpo_ray.config import Config, check_resumable, describe, hash_config, load_config
 from rtpo_ray.environments.base import Environment
 from rtpo_ray.errors import ConfigError, RtpoError
+from rtpo_ray.ledger import FILE as LEDGER
 from rtpo_ray.ledger import Ledger
+from rtpo_ray.reports.status import status_lines
 
 OK, FAILED, BAD_CONFIG, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: spinning threads on shared cores collapse to a crawl
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        return {"train": train, "evaluate": evaluate, "compare": compare, "theory": theory}[args.command](args)
+        return COMMANDS[args.command](args)
     except ConfigError as error:
         print(f"rtpo: configuration error: {error}", file=sys.stderr)
         return BAD_CONFIG
@@ -186,11 +188,60 @@ def evaluate(args: argparse.Namespace) -> int:
     return OK
 
 
+def submit(args: argparse.Namespace) -> int:
+    """Train as a job of a cluster, in a copy of this folder; follows its log and returns its exit code."""
+    if args.config and Path(args.config).is_absolute():
+        raise ConfigError(f"--config {args.config} is an absolute path; expected one inside this folder, which the job gets a copy of")
+    elsewhere = "cluster.address=the-job's"  # what does not fit this machine may fit the cluster
+    config = load_config(args.config, [*args.overrides, elsewhere])
+    config.cluster.address = ""
+    from actors import jobs
+
+    found = jobs.client(args.address)
+    words = [*(["--config", args.config] if args.config else []), *args.overrides]
+    job = jobs.submit(found, words, ".", {"run": config.run.name, "config": hash_config(config)[:12]})
+    _say(f"job {job}: run {config.run.name}; rtpo stop --address {args.address} {job} ends it")
+    if args.no_wait:
+        return OK
+    try:
+        return jobs.follow(found, job, _say)
+    except (KeyboardInterrupt, _Terminated):
+        _say(f"no longer following; job {job} goes on")
+        raise
+
+
+def stop(args: argparse.Namespace) -> int:
+    """End a job, and wait until it has."""
+    from actors import jobs
+
+    _say(f"job {args.job} is {jobs.stop(jobs.client(args.address), args.job, args.seconds).lower()}")
+    return OK
+
+
+def status(args: argparse.Namespace) -> int:
+    """Where a run stands, by its ledger; with an address, also who is alive on the cluster."""
+    folder = Path(args.folder).expanduser()
+    if not (folder / LEDGER).is_file():
+        raise ConfigError(f"{folder} holds no {LEDGER}, so no run has begun there; expected a folder such as runs/NAME")
+    with Ledger(folder) as ledger:
+        for line in status_lines(ledger):
+            _say(line)
+    if args.address:
+        from actors import jobs
+
+        for line in jobs.actors_of(args.address):
+            _say(line)
+    return OK
+
+
+COMMANDS = {"train": train, "evaluate": evaluate, "compare": compare, "theory": theory, "submit": submit, "stop": stop, "status": status}
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments; overrides may stand before and after the options."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    if args.command == "theory":
+    if args.command in ("theory", "stop", "status"):
         if rest:
             parser.error(f"unrecognized arguments {' '.join(rest)}")
         return args
@@ -208,16 +259,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rtpo", description="Train tool-using language-model agents with reverse-turn policy optimisation on Ray.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in (("train", "train a model"), ("evaluate", "evaluate a model on held-out tasks"),
+                          ("submit", "train as a job of a Ray cluster"),
                           ("compare", "train by several methods and compare them at an equal budget of generated tokens")):
         command = commands.add_parser(
             name, help=summary, description=summary, formatter_class=argparse.RawDescriptionHelpFormatter,
             epilog="fields (set in the YAML file or as section.field=value):\n" + describe())
         command.add_argument("--config", metavar="FILE", help="YAML file of overrides, for example conf/quickstart.yaml")
         command.add_argument("overrides", nargs="*", metavar="section.field=value", help="overrides, applied after the file")
+        if name == "submit":
+            command.add_argument("--address", required=True, metavar="URL", help="of the head's dashboard, such as http://HEAD:8265")
+            command.add_argument("--no-wait", action="store_true", help="do not follow the job")
         if name == "train":
             command.add_argument("--resume", metavar="FOLDER", default="", help="go on with the run in this folder, from its last finished stage")
         if name == "evaluate":
             command.add_argument("--model", metavar="PATH", default="", help="Hugging Face folder or name; stands for model.path")
+    command = commands.add_parser("stop", help="end a job that was submitted", description="end a job that was submitted, and wait for its end")
+    command.add_argument("--address", required=True, metavar="URL", help="of the head's dashboard")
+    command.add_argument("--seconds", type=float, default=120.0, help="how long to wait")
+    command.add_argument("job", help="its id")
+    command = commands.add_parser("status", help="where a run stands", description="where a run stands, and who is alive")
+    command.add_argument("--address", default="", metavar="URL", help="of the head's dashboard; empty: the ledger alone")
+    command.add_argument("folder", help="of the run, such as runs/NAME")
     commands.add_parser("theory", help="check the theory of the methods on small games", description="check the theory of the methods on small games")
     return parser
 

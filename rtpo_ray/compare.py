@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import hashlib
 import json
 import os
 import re
@@ -33,7 +32,7 @@ from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rtpo_ray.config import Config, load_layers, parse_overrides, read_yaml, to_yaml
+from rtpo_ray.config import Config, hash_config, load_layers, parse_overrides, read_yaml, to_yaml
 from rtpo_ray.errors import ConfigError, RtpoError
 from rtpo_ray.reports.comparison import RunResult, read_events, run_result, write_comparison
 
@@ -127,13 +126,6 @@ def unfinished(comparison: Comparison) -> list[Entry]:
             raise ConfigError(f"field compare.name is {comparison.name!r}: {entry.folder} holds a finished run of another configuration "
                               f"({_differences(entry)}); choose another compare.name or remove that folder")
     return waiting
-
-
-def hash_config(config: Config) -> str:
-    """Of the whole configuration, and of the file that the method comes from when it is not one of ours."""
-    file = Path(config.algorithm.name.rpartition(":")[0])
-    own = file.read_bytes() if file.suffix == ".py" else b""
-    return hashlib.sha256(to_yaml(config).encode() + own).hexdigest()
 
 
 def _split(origin: str, layer: DictConfig) -> tuple[dict[str, Any], DictConfig]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import inspect
 import os
 from collections.abc import Iterator, Sequence
@@ -230,6 +231,13 @@ def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, DictConfig]]:
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML; `load_config` reads it back to an equal one."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def hash_config(config: Config) -> str:
+    """Of the whole configuration, and of the file that the method comes from when it is not one of ours."""
+    file = Path(config.algorithm.name.rpartition(":")[0])
+    own = file.read_bytes() if file.suffix == ".py" else b""
+    return hashlib.sha256(to_yaml(config).encode() + own).hexdigest()
 
 
 def defaults() -> Config:

@@ -1,6 +1,8 @@
 """`ray job submit` from a clean directory to a cluster that does not know the project."""
 
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -12,8 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray.job_submission import JobSubmissionClient
 from running import SMALL, wait_for_end, wait_until
 from transformers import AutoModelForCausalLM
+
+from rtpo_ray.ledger import Ledger
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +49,7 @@ def answers(url):
 
 @pytest.fixture(scope="module")
 def dashboard(tmp_path_factory):
-    """Address of the dashboard of a head node of our own, which ends by its own process id."""
+    """(address of the dashboard, temporary folder) of a head node of our own, which ends by its own process id."""
     port, client, agent, web = free_ports(4)
     scratch = Path(tempfile.mkdtemp(prefix="rtpo-head-", dir="/tmp"))  # short: Ray puts sockets under it
     log = tmp_path_factory.mktemp("head") / "log"
@@ -57,7 +62,7 @@ def dashboard(tmp_path_factory):
     try:
         wait_until(lambda: head.poll() is not None or answers(f"{address}/api/version"), 90, f"the dashboard at {address}")
         assert head.poll() is None, log.read_text()
-        yield address
+        yield address, scratch
     finally:
         family = psutil.Process(head.pid).children(recursive=True) if head.poll() is None else []
         head.terminate()
@@ -80,24 +85,73 @@ def clean_copy(tmp_path_factory):
     return target
 
 
-def submit(address, folder, *overrides):
-    """`ray job submit`: (exit code, everything it printed, logs of the job included)."""
-    command = ["ray", "job", "submit", "--address", address, "--working-dir", ".", "--", "python", "-m", "rtpo_ray", "train",
-               "--config", "conf/quickstart.yaml", *overrides]
+def run(command, folder):
+    """(exit code, everything it printed)."""
     done = subprocess.run(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
     return done.returncode, done.stdout
 
 
-def test_the_quickstart_as_a_job(dashboard, clean_copy, tiny_model, tmp_path):
-    code, output = submit(dashboard, clean_copy, *tiny_model[0], "run.sweeps=1", "run.name=job", f"run.root={tmp_path}")
+def rtpo(folder, *words):
+    return run([sys.executable, "-m", "rtpo_ray", *words], folder)
+
+
+def published(scratch):
+    """What the nodes of the cluster show to Prometheus."""
+    found = json.loads((scratch / "prom_metrics_service_discovery.json").read_text())
+    texts = []
+    for target in (target for entry in found for target in entry["targets"]):
+        try:
+            with urllib.request.urlopen(f"http://{target}/metrics", timeout=5) as response:
+                texts.append(response.read().decode())
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            continue  # a port that is not open yet
+    return "\n".join(texts)
+
+
+def test_a_job_is_submitted_watched_stopped_and_goes_on_when_submitted_again(dashboard, clean_copy, tiny_model, tmp_path):
+    address, scratch = dashboard
+    folder = tmp_path / "job"
+    words = ["submit", "--address", address, "--config", "conf/quickstart.yaml", *tiny_model[0], "run.name=job", f"run.root={tmp_path}",
+             "run.resume=true"]
+    code, output = rtpo(clean_copy, *words, "run.sweeps=1000", "--no-wait")
     assert code == 0, output
-    assert "sweep 1/1  trunks " in output and "run finished: " in output
-    assert (tmp_path / "job" / "metrics.jsonl").read_text().count('"kind": "eval"') == 2
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "job" / "final").num_parameters() > 1e5
+    job = re.match(r"job (\S+): run job; rtpo stop", output).group(1)
+
+    def begun():
+        return (folder / "metrics.jsonl").exists() and '"kind": "sweep"' in (folder / "metrics.jsonl").read_text()
+
+    wait_until(begun, 200, "the first sweep of the job")
+    code, output = rtpo(clean_copy, "status", "--address", address, str(folder))
+    assert code == 0 and "sweep 2 under way" in output, output
+    for name in ("Coordinator(rtpo, job)", "rtpo-generator-pool", "Generator(rtpo-generator-0)", "Generator(rtpo-generator-1)",
+                 "LearnerRank(0 of 1)"):
+        assert name in output, output
+    wait_until(lambda: 'ray_rtpo_success{' in published(scratch), 60, "the metrics of the run")
+    shown = published(scratch)
+    assert re.search(r'ray_rtpo_generators\{[^}]*run="job"[^}]*state="serving"[^}]*\} 2\.0', shown.replace('State="', 'state="')), shown[:2000]
+    assert re.search(r"ray_rtpo_generated_tokens_total\{[^}]*\} [1-9]", shown)
+    (info,) = [info for info in JobSubmissionClient(address).list_jobs() if info.submission_id == job]
+    assert info.metadata["run"] == "job" and len(info.metadata["config"]) == 12
+
+    code, output = rtpo(clean_copy, "stop", "--address", address, job)
+    assert (code, output.strip().splitlines()[-1]) == (0, f"job {job} is stopped"), output
+    before = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with Ledger(folder) as ledger:
+        at = ledger.progress
+    assert at.sweep >= 1 and not at.finished
+
+    code, output = rtpo(clean_copy, *words, f"run.sweeps={at.sweep + 1}")
+    assert code == 0, output
+    assert "RESUMED at sweep " in output and f"sweep {at.sweep + 1}/{at.sweep + 1}  trunks " in output and "run finished: " in output
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert events[0] == before[0] and [event["sweep"] for event in events if event["kind"] == "sweep"] == list(range(at.sweep + 1))
+    assert AutoModelForCausalLM.from_pretrained(folder / "final").num_parameters() > 1e5
 
 
 def test_a_broken_configuration_fails_the_job_with_its_message(dashboard, clean_copy, tmp_path):
-    code, output = submit(dashboard, clean_copy, *SMALL, "algorithm.args.n_siblings=1", f"run.root={tmp_path}")
+    command = ["ray", "job", "submit", "--address", dashboard[0], "--working-dir", ".", "--", "python", "-m", "rtpo_ray", "train",
+               "--config", "conf/quickstart.yaml", *SMALL, "algorithm.args.n_siblings=1", f"run.root={tmp_path}"]
+    code, output = run(command, clean_copy)
     assert code == 1, output
     assert "rtpo: configuration error: field algorithm.args.n_siblings is 1; expected at least 2 (one sibling is its own baseline" in output
     assert "Traceback" not in output and list(tmp_path.iterdir()) == []

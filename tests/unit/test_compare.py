@@ -9,8 +9,8 @@ import pytest
 from filelock import FileLock, Timeout
 from PIL import Image
 
-from rtpo_ray.compare import Entry, hash_config, load_comparison, run_comparison, unfinished
-from rtpo_ray.config import load_config, to_yaml
+from rtpo_ray.compare import Entry, load_comparison, run_comparison, unfinished
+from rtpo_ray.config import hash_config, load_config, to_yaml
 from rtpo_ray.errors import ConfigError, EngineError
 from rtpo_ray.reports.comparison import RunResult, area, interval, markdown, mean_curve, run_result, tokens_to, write_comparison
 
