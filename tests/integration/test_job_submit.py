@@ -115,7 +115,7 @@ def test_a_job_is_submitted_watched_stopped_and_goes_on_when_submitted_again(das
              "run.resume=true"]
     code, output = rtpo(clean_copy, *words, "run.sweeps=1000", "--no-wait")
     assert code == 0, output
-    job = re.match(r"job (\S+): run job; rtpo stop", output).group(1)
+    job = re.search(r"job (\S+): run job; rtpo stop", output).group(1)
 
     def begun():
         return (folder / "metrics.jsonl").exists() and '"kind": "sweep"' in (folder / "metrics.jsonl").read_text()
@@ -126,10 +126,10 @@ def test_a_job_is_submitted_watched_stopped_and_goes_on_when_submitted_again(das
     for name in ("Coordinator(rtpo, job)", "rtpo-generator-pool", "Generator(rtpo-generator-0)", "Generator(rtpo-generator-1)",
                  "LearnerRank(0 of 1)"):
         assert name in output, output
-    wait_until(lambda: 'ray_rtpo_success{' in published(scratch), 60, "the metrics of the run")
-    shown = published(scratch)
-    assert re.search(r'ray_rtpo_generators\{[^}]*run="job"[^}]*state="serving"[^}]*\} 2\.0', shown.replace('State="', 'state="')), shown[:2000]
-    assert re.search(r"ray_rtpo_generated_tokens_total\{[^}]*\} [1-9]", shown)
+    for expected in (r'ray_rtpo_success\{[^}]*kind="stage"[^}]*run="job"[^}]*turn="0"', r"ray_rtpo_generated_tokens_total\{[^}]*\} [1-9]",
+                     r'ray_rtpo_generators\{[^}]*run="job"[^}]*state="serving"[^}]*\} 2\.0',
+                     r'ray_rtpo_generator_weight_version\{[^}]*generator="rtpo-generator-1"[^}]*\} [1-9]'):
+        wait_until(lambda pattern=expected: re.search(pattern, published(scratch)), 60, f"{expected} among the published metrics")
     (info,) = [info for info in JobSubmissionClient(address).list_jobs() if info.submission_id == job]
     assert info.metadata["run"] == "job" and len(info.metadata["config"]) == 12
 
