@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from ray.job_submission import JobSubmissionClient
-from running import SMALL, wait_for_end, wait_until
+from running import SMALL, alive, wait_for_end, wait_until
 from transformers import AutoModelForCausalLM
 
 from rtpo_ray.ledger import Ledger
@@ -65,10 +65,12 @@ def dashboard(tmp_path_factory):
         yield address, scratch
     finally:
         family = psutil.Process(head.pid).children(recursive=True) if head.poll() is None else []
-        head.terminate()
+        head.kill()  # asked to end, it takes half a minute
+        for one in family:
+            if alive(one):
+                one.kill()
         head.wait(60)
-        for one in wait_for_end(family, 5):  # Ray leaves a helper behind now and then
-            one.kill()
+        wait_for_end(family, 10)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
