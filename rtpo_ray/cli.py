@@ -69,8 +69,9 @@ def _train(config: Config, model_path: str, reason: str = "") -> None:
     signal.signal(signal.SIGTERM, _terminate)  # again: connecting to Ray put a handler of its own in place
     tracker, status = Tracker(config, folder, _say, resume=bool(reason)), "failed"
     try:
-        for event in cluster.run_events(config, model_path, str(folder), reason):
-            tracker.record(event)
+        with _signals():
+            for event in cluster.run_events(config, model_path, str(folder), reason):
+                tracker.record(event)
         status = "finished"
     except (KeyboardInterrupt, _Terminated):
         status = "interrupted"
@@ -180,7 +181,8 @@ def evaluate(args: argparse.Namespace) -> int:
 
     with cluster.connect(config, learn=False):
         signal.signal(signal.SIGTERM, _terminate)
-        event = cluster.evaluate(config, model_path)
+        with _signals():
+            event = cluster.evaluate(config, model_path)
     from rtpo_ray.reports.tracker import eval_line
 
     _say(eval_line(event))
@@ -319,6 +321,17 @@ def _say(line: str) -> None:
 
 class _Terminated(BaseException):
     """SIGTERM, as an exception: `ray job stop` and cluster managers send it."""
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """A signal that arrives while Ray waits comes out of its C code as the cause of a SystemError: raise it as itself."""
+    try:
+        yield
+    except SystemError as error:
+        if isinstance(error.__cause__, (KeyboardInterrupt, _Terminated)):
+            raise error.__cause__ from None
+        raise
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

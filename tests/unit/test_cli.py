@@ -1,8 +1,10 @@
 """The command answers help and configuration errors without loading anything heavy."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,3 +115,24 @@ def test_an_environment_without_demonstrations_needs_a_model(capsys, monkeypatch
     monkeypatch.setitem(environments.REGISTRY, "lookup", Mute)
     assert main(["evaluate"]) == 2
     assert "field model.path is empty and environment 'lookup' has no scripted demonstrations" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("cause", "code"), [(KeyboardInterrupt(), 130), (cli._Terminated(), 143), (ValueError("other"), None)])
+def test_a_signal_that_comes_out_of_rays_c_code_is_still_a_signal(monkeypatch, tmp_path, cause, code):
+    def events(*args):
+        yield {"kind": "resume", "sweep": 0}
+        raise SystemError("returned a result with an exception set") from cause
+
+    monkeypatch.setattr("actors.cluster.run_events", events)
+    monkeypatch.setattr("actors.cluster.connect", lambda *configs: contextlib.nullcontext())
+    closed = []
+    tracker = SimpleNamespace(record=lambda event: None, close=closed.append)
+    monkeypatch.setattr("rtpo_ray.reports.tracker.Tracker", lambda *args, **options: tracker)
+    monkeypatch.setattr(cli, "_model_path", lambda config: "")
+    argv = ["train", f"run.root={tmp_path}", "run.name=a"]
+    if code is None:
+        with pytest.raises(SystemError):
+            main(argv)
+    else:
+        assert main(argv) == code
+    assert closed == ["failed" if code is None else "interrupted"]
