@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: spinning threads on shared cores collapse to a crawl
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        return COMMANDS[args.command](args)
+        return {"train": train, "evaluate": evaluate, "compare": compare, "theory": theory, "submit": submit, "stop": stop,
+                "status": status}[args.command](args)
     except ConfigError as error:
         print(f"rtpo: configuration error: {error}", file=sys.stderr)
         return BAD_CONFIG
@@ -234,9 +235,6 @@ def status(args: argparse.Namespace) -> int:
         for line in jobs.actors_of(args.address):
             _say(line)
     return OK
-
-
-COMMANDS = {"train": train, "evaluate": evaluate, "compare": compare, "theory": theory, "submit": submit, "stop": stop, "status": status}
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
