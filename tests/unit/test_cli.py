@@ -102,9 +102,12 @@ def test_a_folder_without_a_model_is_a_configuration_error_that_names_the_one_in
 
 
 def test_a_model_that_cannot_be_had_is_a_configuration_error(capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    def ask(name):
+        raise OSError(f"{name} is not a local folder and is not a valid model identifier\nand more")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", ask)
     assert main(["evaluate", "--model", "no-such-model"]) == 2
-    assert "field model.path is 'no-such-model': neither a folder here nor a model that can be had: " in capsys.readouterr().err
+    assert "field model.path is 'no-such-model': neither a folder here nor a model that can be had: no-such-model is not a local folder" in capsys.readouterr().err
 
 
 def test_an_environment_without_demonstrations_needs_a_model(capsys, monkeypatch):
