@@ -117,8 +117,9 @@ class GeneratorPool:
         """
         self._spawn_missing()
         async with self._changed:
-            while len(self._up()) < least and any(m.state is Membership.STARTING for m in self._members.values()):
-                await self._changed.wait()  # every start ends within start_timeout
+            undecided = (Membership.STARTING, Membership.SUSPECT)
+            while len(self._up()) < least and any(m.state in undecided for m in self._members.values()):
+                await self._changed.wait()  # every start ends within start_timeout, every suspicion within lost_after
         if not self._up():
             raise NoGenerators("no generator became ready: " + "; ".join(f"{m.name}: {m.reason}" for m in self._members.values()))
         return [m.name for m in self._up() if m.state is not Membership.SERVING or m.version != version]

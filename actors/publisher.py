@@ -107,7 +107,7 @@ class WeightPublisher:
     def admit(self, version: int, names: Sequence[str]) -> None:
         """Bring those who came up since to the learner's weights, which are published as `version` already. The others go on sampling.
 
-        Whoever fails is taken out of service, or tried again later when it is not to blame. Raises LearnerLost.
+        One try: whoever fails, to blame or not, is taken out of service, since a stage is under way. Raises LearnerLost.
         """
         members = {lease.member: lease.generator for lease in self._ask(self._pool.members.remote()) if lease.member in names}
         if not members:
@@ -115,11 +115,13 @@ class WeightPublisher:
         _, failed = self._attempt(version, members)
         if not failed:
             _, failed = self._probe(version, members)
-        for name in members:
-            if name in failed and failed[name].guilty:
-                self._ask(self._pool.report.remote(name, f"weight version {version}: {failed[name]}"))
-            elif not failed:
+        if not failed:
+            for name in members:
                 self._ask(self._pool.serve.remote(name, version))
+            return
+        self._connected = (0, ())
+        for name, failure in failed.items():
+            self._ask(self._pool.report.remote(name, f"weight version {version}: {failure}"))
 
     def _attempt(self, version: int, members: dict[str, Any]) -> tuple[str, dict[str, Failure]]:
         """One broadcast: (hash that was sent, failure by member that did not end up with it)."""
