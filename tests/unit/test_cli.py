@@ -107,7 +107,8 @@ def test_a_model_that_cannot_be_had_is_a_configuration_error(capsys, monkeypatch
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", ask)
     assert main(["evaluate", "--model", "no-such-model"]) == 2
-    assert "field model.path is 'no-such-model': neither a folder here nor a model that can be had: no-such-model is not a local folder" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "field model.path is 'no-such-model': neither a folder here nor a model that can be had: no-such-model is not a local folder" in said
 
 
 def test_an_environment_without_demonstrations_needs_a_model(capsys, monkeypatch):
