@@ -48,7 +48,9 @@ def connect(config: Config, *later: Config, learn: bool = True) -> Iterator[None
 
 
 def check_placement(config: Config, resources: dict[str, float], learn: bool = True) -> None:
-    """Whether learner and generators fit the whole cluster. Raises ConfigError with what is missing."""
+    """Whether learner and generators fit the whole cluster, unless that can grow. Raises ConfigError with what is missing."""
+    if config.cluster.autoscaling:
+        return
     learner, generators = config.learner, config.generators
     for kind, each_rank, each_generator, data in (("CPU", learner.cpus, generators.cpus, DATA_CPUS), ("GPU", learner.gpus, generators.gpus, 0)):
         need, have = learn * learner.ranks * each_rank + generators.min * each_generator + data, resources.get(kind, 0)

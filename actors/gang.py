@@ -43,7 +43,7 @@ class LearnerGang:
 
     def _start(self) -> None:
         learner, start = self._config.learner, self._config.cluster.start_timeout
-        bundle = {"CPU": learner.cpus, "GPU": learner.gpus}
+        bundle = {"CPU": learner.cpus, "GPU": learner.gpus, **custom_resource(learner.resource)}
         self._group = placement_group([{k: v for k, v in bundle.items() if v}] * learner.ranks, strategy="PACK", name=LEARNERS)
         if not self._group.wait(start):
             raise DeadlineExceeded(f"placement of {learner.ranks} learner ranks ({bundle} each) not granted within cluster.start_timeout "
@@ -58,6 +58,7 @@ class LearnerGang:
         config, learner = self._config, self._config.learner
         return ray.remote(LearnerRank).options(
             name=f"rtpo-learner-{rank}", num_cpus=learner.cpus, num_gpus=learner.gpus, max_restarts=0,
+            resources=custom_resource(learner.resource),
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
             runtime_env={"env_vars": thread_variables(learner.threads)},
         ).remote(rank=rank, world_size=learner.ranks, model_path=self._model_path, dtype=config.model.dtype, config=learner, weights=config.weights,
@@ -107,6 +108,11 @@ class LearnerGang:
         for rank in self.ranks:
             ray.kill(rank)
         remove_placement_group(self._group)
+
+
+def custom_resource(name: str) -> dict[str, float]:
+    """One unit of it, when one is named."""
+    return {name: 1.0} if name else {}
 
 
 def thread_variables(threads: int) -> dict[str, str]:

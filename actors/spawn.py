@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from actors.gang import thread_variables
+from actors.gang import custom_resource, thread_variables
 from actors.generator import Generator
 from actors.pool import GeneratorPool, PoolLimits
 from rtpo_ray import environments
@@ -47,8 +47,8 @@ class GeneratorSpawner:
     def __call__(self, name: str) -> Any:
         generators = self._config.generators
         return ray.remote(GeneratorActor).options(
-            name=name, num_cpus=generators.cpus, num_gpus=generators.gpus, max_restarts=0, max_concurrency=1000,
-            runtime_env={"env_vars": thread_variables(generators.threads)}).remote(name, self._config, self._model_path)
+            name=name, num_cpus=generators.cpus, num_gpus=generators.gpus, resources=custom_resource(generators.resource), max_restarts=0,
+            max_concurrency=1000, runtime_env={"env_vars": thread_variables(generators.threads)}).remote(name, self._config, self._model_path)
 
 
 class GeneratorActor(Generator):

@@ -27,8 +27,8 @@ from rtpo_ray.options import PLAIN, complaint, opt
 # What a resumed run may change: where and how it computes, how long and how often it reports, and nothing that decides what it learns.
 FREE = ("run.name", "run.root", "run.resume", "run.experiment", "run.sweeps", "run.tokens", "run.eval_every", "run.eval_every_tokens",
         "run.eval_tasks", "run.checkpoint_every", "run.state_every", "run.keep_states", "run.aim", "cluster.", "environment.step_timeout",
-        "sampling.retries", "sampling.stage_timeout", "generators.", "learner.ranks", "learner.cpus", "learner.gpus", "learner.threads",
-        "learner.micro_batch_tokens", "learner.max_refused", "learner.timeout", "weights.", "warm_start.cache")
+        "sampling.retries", "sampling.stage_timeout", "generators.", "learner.ranks", "learner.cpus", "learner.gpus", "learner.resource",
+        "learner.threads", "learner.micro_batch_tokens", "learner.max_refused", "learner.timeout", "weights.", "warm_start.cache")
 
 DATA_CPUS = 1  # logical CPUs that Ray Data's own tasks need beside learner and generators
 
@@ -54,6 +54,7 @@ class RunConfig:
 @dataclass(kw_only=True)
 class ClusterConfig:
     address: str = opt("", "Ray address; empty: the job's cluster (RAY_ADDRESS) or else a local one")
+    autoscaling: bool = opt(False, "the cluster adds nodes when actors wait for them, so a run that does not fit yet is not refused")
     local_cpus: int = opt(0, "logical CPUs of a local cluster; 0: as many as the machine has", least=0)
     dashboard: bool = opt(True, "serve the Ray dashboard of a local cluster")
     start_timeout: float = opt(300.0, "seconds that actors may take to start", above=0)
@@ -117,6 +118,7 @@ class GeneratorConfig:
     lost_after: float = opt(120.0, "seconds without an answer after which an engine is replaced", above=0)
     cpus: float = opt(0.5, "logical CPUs each", least=0)
     gpus: float = opt(0.0, "GPUs each", least=0)
+    resource: str = opt("", "custom resource of the nodes that may hold engines, 1 of it each; empty: any node")
     threads: int = opt(1, "compute threads each on CPUs", least=1)
     max_num_seqs: int = opt(256, "responses sampled at once by one engine", least=1)
     max_model_len: int = opt(512, "tokens of context and response", least=8)
@@ -129,6 +131,7 @@ class LearnerConfig:
     ranks: int = opt(1, "processes that share the model with FSDP2", least=1)
     cpus: float = opt(0.5, "logical CPUs each", least=0)
     gpus: float = opt(0.0, "GPUs each", least=0)
+    resource: str = opt("", "custom resource of the nodes that may hold ranks, 1 of it each; empty: any node")
     threads: int = opt(1, "compute threads each on CPUs", least=1)
     micro_batch_tokens: int = opt(8192, "tokens of one forward and backward pass, padding included", least=1)
     lr: float = opt(1e-6, "AdamW learning rate", above=0)
