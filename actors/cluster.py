@@ -22,6 +22,7 @@ from actors.waiting import wait_for, wait_for_end
 from rtpo_ray import algorithms
 from rtpo_ray.config import DATA_CPUS, Config
 from rtpo_ray.errors import ConfigError
+from rtpo_ray.ledger import Ledger, Progress
 
 # A machine with few cores keeps few idle workers, and starting one costs as much as a stage of the tiny model.
 KEEP_WORKERS = {"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold_ms": 600_000}
@@ -64,7 +65,7 @@ def run_events(config: Config, model_path: str, folder: str, reason: str = "") -
 
     `reason`: why the run in `folder` goes on; empty when it begins. A coordinator that dies is started again and goes on likewise.
     """
-    in_vain = 0  # deaths of the coordinator since the last event
+    in_vain, last = 0, Progress(sweep=-1)  # deaths of the coordinator that the run went on from at one and the same point
     while True:
         _await_end_of_last_run(config.cluster.start_timeout)
         coordinator = _spawn_root(CoordinatorActor, "rtpo-coordinator", config, model_path)
@@ -72,11 +73,12 @@ def run_events(config: Config, model_path: str, folder: str, reason: str = "") -
             for ref in coordinator.run.options(num_returns="streaming").remote(folder, reason):
                 with root_cause():
                     event = ray.get(ref)
-                in_vain = 0
                 yield event
             return
         except ray.exceptions.RayActorError as error:  # of the coordinator, or of the pool that it owns
-            in_vain += 1
+            with Ledger(folder) as ledger:
+                point = ledger.resume_point
+            in_vain, last = (in_vain + 1 if point == last else 1), point
             if in_vain > config.cluster.restarts:
                 raise
             reason = f"the coordinator was lost: {str(error).strip().splitlines()[0]}"
@@ -161,7 +163,7 @@ def build_coordinator(config: Config, model_path: str) -> Coordinator:
     example = wait_for(pool.members.remote(), 30, "the generator pool's members")[0].generator
     publisher = WeightPublisher(
         gang, pool, config.weights, temperature=config.sampling.temperature, device="cuda" if config.generators.gpus else "cpu",
-        probe_context=wait_for(example.example_context.remote(), start, "a first context"))
+        start_timeout=start, probe_context=wait_for(example.example_context.remote(), start, "a first context"))
     return Coordinator(config=config, algorithm=algorithm, pool=pool, gang=gang, publisher=publisher)
 
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray.data
@@ -30,7 +31,7 @@ from actors.gang import LearnerGang
 from actors.publisher import Published, WeightPublisher
 from actors.waiting import wait_for
 from pipelines import tasks
-from pipelines.collect import read_episodes, stage_samples
+from pipelines.collect import count_rollouts, read_episodes, stage_samples
 from pipelines.counts import EpisodeCounts, StageCounts
 from rtpo_ray.algorithms.base import Algorithm, Stage
 from rtpo_ray.config import Config
@@ -55,23 +56,22 @@ class Coordinator(Evaluator):
         self._algorithm, self._gang = algorithm, gang
         self._at = Progress()  # where the run stands
         self._barren = 0  # sweeps in a row whose trunks all failed
-        self._steps = 0  # finished by this coordinator
         self._unsaved = ""  # why the last checkpoint could not be written, until an event has said so
 
     def run(self, folder: str, reason: str = "") -> Iterator[Event]:
         """Train, or go on with what `folder` holds of this run, because of `reason`; events as they happen."""
         self._folder = folder
         with Ledger(folder) as self._ledger:
-            in_vain = 0  # losses of the learner since the last finished step
+            in_vain, last = 0, Progress(sweep=-1)  # losses of the learner that the run went on from at one and the same point
             while True:
-                steps = self._steps
                 try:
                     if reason:
                         yield from self._resume(reason)
                     yield from self._walk()
                     break
                 except LearnerLost as error:
-                    in_vain = 1 if self._steps > steps else in_vain + 1
+                    point = self._ledger.resume_point
+                    in_vain, last = (in_vain + 1 if point == last else 1), point
                     if in_vain > self._config.cluster.restarts:
                         raise
                     reason = str(error)
@@ -89,6 +89,8 @@ class Coordinator(Evaluator):
         self._finish_saving()
         self._gang.export(f"{self._folder}/final")
         self._ledger.append(replace(self._at, finished=True))
+        if self._unsaved:
+            raise CheckpointError(f"the run is finished and its model exported, but the last checkpoint is missing: {self._unsaved}")
 
     def _sweep(self) -> Iterator[Event]:
         """Trunks, then every stage on them."""
@@ -107,14 +109,14 @@ class Coordinator(Evaluator):
                  "failed_first": counts.failed_first, "generated_tokens": counts.generated_tokens, "weight_version": self._at.version,
                  "retired": self._retired(), "seconds": _phases(spent, time.perf_counter() - started)}
         yield self._commit(event, sweep=sweep + 1, stage=-1)
-        if self._config.run.checkpoint_every and (sweep + 1) % self._config.run.checkpoint_every == 0:
-            self._save(f"{self._folder}/checkpoints/sweep-{sweep + 1:06d}")
+        self._save_for_good()
 
     def _trunks(self, sweep: int) -> tuple[ray.data.MaterializedDataset, EpisodeCounts, list[dict[str, float]]]:
         """The trunks of a sweep, what they amount to, and the seconds that they took; read back when the run was resumed in its middle."""
-        method, kept = self._algorithm, trunks_folder(self._folder, sweep)
+        method, kept = self._algorithm, trunks_folder(self._folder, sweep) if self._config.run.state_every else None
         if self._at.stage >= 0:
-            return *read_episodes(kept, self._config.sampling.stage_timeout), []
+            trunks = read_episodes(trunks_folder(self._folder, sweep))
+            return trunks, count_rollouts(trunks, self._config.sampling.stage_timeout), []
         batch = tasks.training_tasks(self._config.run.seed, sweep, self._config.sampling.tasks_per_sweep)
         ask = self._ask("trunks", sweep, count=method.n_trunks, keep_boundaries=method.branching)
         trunks, counts, busy = self._episodes(batch, "trunks", ask, kept)
@@ -124,6 +126,8 @@ class Coordinator(Evaluator):
             raise RtpoError(f"all trunks of {BARREN_SWEEPS} sweeps in a row failed; in sweep {sweep}, {counts.failed_first[message]}: {message}")
         self._at = replace(self._at, stage=0, tokens=self._at.tokens + counts.generated_tokens)
         self._ledger.append(self._at)
+        if kept is not None:  # a block that is lost with its node is then read again, not sampled again by weights that are gone
+            trunks = read_episodes(kept)
         return trunks, counts, [{"generate": busy}]
 
     def _stage(self, sweep: int, number: int, stage: Stage, trunks: ray.data.MaterializedDataset, episodes: EpisodeCounts) -> Event:
@@ -195,7 +199,7 @@ class Coordinator(Evaluator):
         self._at = replace(self._at, **changes)
         kept = self._ledger.append(self._at, {**event, "unsaved": self._unsaved})
         self._ledger.prune(self._config.run.keep_states)
-        self._unsaved, self._steps = "", self._steps + (event["kind"] != "resume")
+        self._unsaved = ""
         return kept
 
     def _resume(self, reason: str) -> Iterator[Event]:
@@ -206,6 +210,7 @@ class Coordinator(Evaluator):
             self._gang.load_checkpoint(str(state_folder(self._folder, self._at.updates)))
         yield self._commit({"kind": "resume", "sweep": self._at.sweep, "stage": self._at.stage, "weight_version": self._at.version,
                             "undone": undone, "reason": reason})
+        self._save_for_good()
         wait_for(self._pool.fill.remote(self._at.version), self._config.cluster.start_timeout + 60, "the generator pool to have its generators ready")
         self._publish(self._at.version)
 
@@ -214,6 +219,13 @@ class Coordinator(Evaluator):
         every = self._config.run.state_every
         if every and self._at.updates % every == 0:
             self._save(str(state_folder(self._folder, self._at.updates)))
+
+    def _save_for_good(self) -> None:
+        """Of the sweep that has just ended, when one is due and not there: a resumed run may begin just before it."""
+        every, done = self._config.run.checkpoint_every, self._at.sweep
+        path = Path(self._folder) / "checkpoints" / f"sweep-{done:06d}"
+        if every and self._at.stage < 0 and done and done % every == 0 and not path.is_dir():
+            self._save(str(path))
 
     def _save(self, path: str) -> None:
         """Begin to write a checkpoint, once the one before is written."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -33,21 +33,28 @@ class LearnerGang:
         self._config, self._model_path, self._objective = config, model_path, objective
         self._timeout = config.learner.timeout
         self.generation = 0  # how often the gang was started; weight channels do not outlive it
+        self._place()
         self._start()
 
     def restart(self) -> None:
         """End all ranks and start them again, with the model as it was at first. For when one of them is lost."""
-        self.close()
+        for rank in self.ranks:
+            ray.kill(rank)
         wait_for_end(["rtpo-learner-*"], self._config.cluster.start_timeout)
-        self._start()
+        self._start()  # in the same places, which nobody else may take meanwhile
 
-    def _start(self) -> None:
+    def _place(self) -> None:
         learner, start = self._config.learner, self._config.cluster.start_timeout
         bundle = {"CPU": learner.cpus, "GPU": learner.gpus, **custom_resource(learner.resource)}
         self._group = placement_group([{k: v for k, v in bundle.items() if v}] * learner.ranks, strategy="PACK", name=LEARNERS)
         if not self._group.wait(start):
             raise DeadlineExceeded(f"placement of {learner.ranks} learner ranks ({bundle} each) not granted within cluster.start_timeout "
                                f"({start:g} s); the cluster has {ray.available_resources()}")
+
+    def _start(self) -> None:
+        learner, start = self._config.learner, self._config.cluster.start_timeout
+        if not self._group.wait(start):  # a node may be gone
+            raise DeadlineExceeded(f"the placement of the learner ranks was not granted again within cluster.start_timeout ({start:g} s)")
         self.ranks = [self._spawn(rank) for rank in range(learner.ranks)]
         where = wait_for(self.ranks[0].rendezvous.remote(), start, "learner rank 0 to start")
         wait_for([rank.setup.remote(where) for rank in self.ranks], start, "the learner ranks to load the model")
@@ -100,14 +107,29 @@ class LearnerGang:
         """Raises LearnerLost when a rank died or does not answer, and what a rank raised."""
         try:
             answers: list[Any] = wait_for(refs, self._timeout, f"the learner ranks to {what} (learner.timeout)")
-        except (RayActorError, DeadlineExceeded) as error:
-            raise LearnerLost(f"a learner rank was lost when the gang was to {what}: {str(error).strip().partition(chr(10))[0]}") from error
+        except (RayError, DeadlineExceeded) as error:
+            if isinstance(error, (RayActorError, DeadlineExceeded)) or someone_died(refs):
+                raise LearnerLost(f"a learner rank was lost when the gang was to {what}: {str(error).strip().partition(chr(10))[0]}") from error
+            raise
         return answers
 
     def close(self) -> None:
         for rank in self.ranks:
             ray.kill(rank)
         remove_placement_group(self._group)
+
+
+def someone_died(refs: Sequence[ray.ObjectRef], patience: float = 10.0) -> bool:
+    """Whether one of these answers says that its actor is dead. When a rank dies in a collective, the others raise first, and something else."""
+    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=patience)
+    for ref in ready:
+        try:
+            ray.get(ref, timeout=patience)
+        except RayActorError:
+            return True
+        except RayError:
+            continue
+    return False
 
 
 def custom_resource(name: str) -> dict[str, float]:

@@ -58,8 +58,8 @@ class Generator:
         return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
     async def alive(self) -> None:
-        """Answers when the episode loop does."""
-        await self._run(asyncio.sleep(0))
+        """Answers when the episode loop does. Raises EngineError when the engine has failed for good: it would fail all that it is given."""
+        await self._run(_call(self._engine.check))
 
     async def episodes(self, tasks: pa.Table, ask: Ask) -> pa.Table:
         """TASKS rows to ROLLOUTS rows, `ask.count` episodes a task."""

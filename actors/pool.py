@@ -101,6 +101,10 @@ class GeneratorPool:
     async def resize(self, rollouts: int, release: bool) -> int:
         """Aim at what a stage of so many rollouts deserves; nothing is waited for. `release`: end idle ones beyond that, instead of keeping
         them warm. Returns how many are aimed at."""
+        for member in self._alive():  # nobody samples now; a lease that is still out died with whoever held it
+            member.leases = member.rollouts = 0
+            if member.state is Membership.LEAVING:
+                await self._end(member, member.reason)
         wanted = generators_wanted(rollouts, self._limits.each, self._limits.least, self._limits.most)
         self._wanted = wanted if release else max(wanted, self._wanted)
         self._spawn_missing()
@@ -128,7 +132,7 @@ class GeneratorPool:
         """Who is up and serves no version yet, as soon as there is someone; nobody after `patience` seconds."""
         until = time.monotonic() + patience
         async with self._changed:
-            while not (found := [m.name for m in self._up() if m.state is Membership.JOINING]) and (left := until - time.monotonic()) > 0:
+            while not (found := self._unfit()) and (left := until - time.monotonic()) > 0:
                 try:
                     await asyncio.wait_for(self._changed.wait(), left)
                 except TimeoutError:
@@ -137,12 +141,15 @@ class GeneratorPool:
 
     async def members(self) -> list[Lease]:
         """Those that a push must reach: up, answering and staying."""
+        for member in self._alive():
+            if member.state is Membership.SUSPECT and (member.asked is None or member.asked.done()):
+                member.state = Membership.JOINING
         return [Lease(member.name, member.generator) for member in self._up()]
 
     async def serve(self, name: str, version: int) -> None:
         """`name` proved that it holds `version`."""
         member = self._members.get(name)
-        if member is not None and member.state in (Membership.JOINING, Membership.SERVING):
+        if member is not None and member.state in (Membership.JOINING, Membership.SERVING, Membership.SUSPECT):
             member.state, member.version = Membership.SERVING, version
         await self._notify()
 
@@ -259,8 +266,9 @@ class GeneratorPool:
     async def _answers(self, member: Member) -> None:
         try:
             await member.generator.alive.remote()
-        except RayActorError as error:
-            await self.report(member.name, f"died: {str(error).strip().splitlines()[0]}")
+        except RayError as error:
+            reason = str(getattr(error, "cause", None) or error).strip().splitlines()[0]
+            await self.report(member.name, ("died: " if isinstance(error, RayActorError) else "broken: ") + reason)
 
     # --- how
 
@@ -301,6 +309,10 @@ class GeneratorPool:
 
     def _up(self) -> list[Member]:
         return [member for member in self._members.values() if member.state in (Membership.JOINING, Membership.SERVING)]
+
+    def _unfit(self) -> list[str]:
+        """Who is up and serves no version yet; one that still samples takes no weights."""
+        return [m.name for m in self._members.values() if m.state is Membership.JOINING and not m.leases]
 
     def _describe(self) -> str:
         return ", ".join(f"{m.name} {m.state.value} at {m.version}" for m in self._members.values())

@@ -15,10 +15,10 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from actors.gang import LearnerGang
+from actors.gang import LearnerGang, someone_died
 from actors.waiting import wait_for
 from rtpo_ray.config import WeightsConfig
-from rtpo_ray.errors import LearnerLost, WeightSyncError
+from rtpo_ray.errors import DeadlineExceeded, LearnerLost, WeightSyncError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,9 @@ class WeightPublisher:
     probe_context: token ids that every generator continues after a push.
     """
 
-    def __init__(self, gang: LearnerGang, pool: Any, config: WeightsConfig, *, temperature: float, device: str, probe_context: Sequence[int]) -> None:
+    def __init__(self, gang: LearnerGang, pool: Any, config: WeightsConfig, *, temperature: float, device: str, probe_context: Sequence[int],
+                 start_timeout: float = 300.0) -> None:
+        self._start_timeout = start_timeout
         self._gang, self._pool, self._config = gang, pool, config
         self._temperature, self._device, self._probe_context = temperature, device, list(probe_context)
         self._connected: tuple[int, tuple[str, ...]] = (0, ())  # generation of the gang and members of the present group
@@ -82,10 +84,15 @@ class WeightPublisher:
         started = time.perf_counter()
         retired: dict[str, str] = {}
         innocent = 0  # attempts that failed without anyone to blame
+        empty = 0  # times that nobody was there
         while True:
             members = {lease.member: lease.generator for lease in self._ask(self._pool.members.remote())}
-            if not members:
-                raise WeightSyncError(f"no generator is left to take weight version {version}: {retired}")
+            if not members:  # the last one is gone, and another is starting in its place
+                empty += 1
+                if empty > ATTEMPTS:
+                    raise WeightSyncError(f"no generator is left to take weight version {version}: {retired}")
+                wait_for(self._pool.fill.remote(version), self._start_timeout + 60, f"a generator that can take weight version {version}")
+                continue
             digest, failed = self._attempt(version, members)
             gap = 0.0
             if not failed:
@@ -138,6 +145,8 @@ class WeightPublisher:
         except RayActorError as error:
             raise LearnerLost(f"a learner rank was lost while it sent weight version {version}: {str(error).strip().splitlines()[0]}") from error
         except RayError as error:
+            if someone_died(sending):  # the others noticed first
+                raise LearnerLost(f"a learner rank was lost while weight version {version} was sent: {error}") from error
             if not failed:
                 raise WeightSyncError(f"the learner could not send weight version {version}: {error}") from error
             return "", failed
@@ -204,5 +213,5 @@ class WeightPublisher:
     def _ask_sender(self, ref: ray.ObjectRef) -> Any:
         try:
             return self._ask(ref)
-        except RayActorError as error:
+        except (RayActorError, DeadlineExceeded) as error:
             raise LearnerLost(f"learner rank 0 was lost before it sent weights: {str(error).strip().splitlines()[0]}") from error

@@ -25,7 +25,7 @@ def spawn_pool(config: Config, model_path: str) -> tuple[Any, ray.ObjectRef]:
     """The pool, and a reference that is ready when its generators are."""
     generators = config.generators
     limits = PoolLimits(least=generators.min, most=max(generators.min, generators.max), each=generators.max_num_seqs,
-                        start_timeout=config.cluster.start_timeout, lost_after=generators.lost_after)
+                        start_timeout=config.cluster.start_timeout, lost_after=generators.lost_after + 4 * config.weights.timeout)
     pool = ray.remote(GeneratorPool).options(name="rtpo-generator-pool", num_cpus=0, max_concurrency=1000).remote(
         GeneratorSpawner(config, model_path), limits, draining_nodes, config.run.name)
     return pool, pool.fill.remote(0, generators.min)

@@ -67,7 +67,7 @@ class PoolTelemetry:
     def __init__(self, run: str) -> None:
         self._run = run
         self._generators = Gauge(GENERATORS, "generators by state", ("run", "state"))
-        self._versions = Gauge(VERSIONS, "weight version by generator, -1 before its first", ("run", "generator"))
+        self._versions = Gauge(VERSIONS, "weight version by generator, -1 before its first and when it is gone", ("run", "generator"))
         self._queue = Gauge(QUEUE, "blocks that wait for a generator with room", ("run",))
 
     def observe(self, states: list[str], members: dict[str, tuple[str, int]], waiting: int) -> None:
@@ -75,6 +75,6 @@ class PoolTelemetry:
         found = Tally(state for state, _ in members.values())
         for state in states:
             self._generators.set(found[state], {"run": self._run, "state": state})
-        for name, (_, version) in members.items():
-            self._versions.set(version, {"run": self._run, "generator": name})
+        for name, (state, version) in members.items():
+            self._versions.set(-1 if state == "gone" else version, {"run": self._run, "generator": name})
         self._queue.set(waiting, {"run": self._run})

@@ -10,6 +10,7 @@ returns what the generator made. The pool and the generators are handles; nothin
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -88,16 +89,18 @@ def count_rollouts(rollouts: ray.data.MaterializedDataset, timeout: float, keep:
     return sum(parts, EpisodeCounts())
 
 
-def read_episodes(folder: Path, timeout: float) -> tuple[ray.data.MaterializedDataset, EpisodeCounts]:
-    """What `count_rollouts` kept in `folder`: the episodes, in the object store again, and their counts."""
+def read_episodes(folder: Path) -> ray.data.MaterializedDataset:
+    """What `count_rollouts` kept in `folder`: the episodes, in the object store again."""
     read = ray.remote(num_cpus=0)(_read)
-    rollouts = ray.data.from_arrow_refs([read.remote(file) for file in sorted(folder.glob("*.arrow"))])
-    return rollouts, count_rollouts(rollouts, timeout)
+    return ray.data.from_arrow_refs([read.remote(file) for file in sorted(folder.glob("*.arrow"))])
 
 
 def _count(rollouts: pa.Table, keep: Path | None) -> EpisodeCounts:
     if keep is not None:
-        feather.write_feather(rollouts, keep, compression="zstd")
+        with keep.open("wb") as file:
+            feather.write_feather(rollouts, file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())  # the ledger says that it is there
     return count_episodes(rollouts)
 
 
@@ -129,6 +132,9 @@ def _sizes(groups: pa.Table) -> list[tuple[str, int]]:
     return list(zip(groups["group_id"].to_pylist(), pc.list_value_length(groups["siblings"]).to_pylist(), strict=True))
 
 
+MOST_DEATHS = 3  # generators that may die of one block: more than chance, and it is the block that kills them
+
+
 def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty: pa.Table) -> pa.Table:
     """Have `method` of a leased generator sample the rows; those that fail are tried again on another generator, then returned as failed.
 
@@ -137,9 +143,8 @@ def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty:
     """
     done: list[pa.Table] = []
     avoid: tuple[str, ...] = ()
-    for attempt in range(collection.retries + 1):
-        if not len(rows):
-            break
+    attempt = deaths = 0
+    while len(rows):
         try:
             size = len(rows) * ask.count if method == "episodes" else pc.sum(rows["count"]).as_py()
             lease = _lease(collection, size, avoid)
@@ -150,8 +155,9 @@ def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty:
             table = ray.get(getattr(lease.generator, method).remote(rows, ask), timeout=max(0.0, collection.deadline - time.time()))
         except (RayActorError, GetTimeoutError) as error:
             ray.get(collection.pool.report.remote(lease.member, f"{type(error).__name__}: {_first_line(error)}"), timeout=30)
-            if attempt == collection.retries or time.time() >= collection.deadline:
-                done.append(_lost(method, rows, ask, f"{type(error).__name__}: no generator survived it in {attempt + 1} tries, last {lease.member}"))
+            deaths += 1
+            if deaths == MOST_DEATHS or time.time() >= collection.deadline:
+                done.append(_lost(method, rows, ask, f"{type(error).__name__}: no generator survived it in {deaths} tries, last {lease.member}"))
                 break
             avoid = (*avoid, lease.member)
             continue
@@ -162,6 +168,7 @@ def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty:
             break
         key, bad = _failed_requests(table, failed)
         done.append(table.filter(pa.array([value not in bad for value in table[key].to_pylist()])))  # all trunks of a task are made again
+        attempt += 1
         rows, avoid = rows.filter(pa.array([value in bad for value in rows[key].to_pylist()])), (*avoid, lease.member)
     return pa.concat_tables(done) if done else empty
 

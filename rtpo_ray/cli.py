@@ -226,7 +226,7 @@ def status(args: argparse.Namespace) -> int:
     folder = Path(args.folder).expanduser()
     if not (folder / LEDGER).is_file():
         raise ConfigError(f"{folder} holds no {LEDGER}, so no run has begun there; expected a folder such as runs/NAME")
-    with Ledger(folder) as ledger:
+    with Ledger(folder, read_only=True) as ledger:
         for line in status_lines(ledger):
             _say(line)
     if args.address:

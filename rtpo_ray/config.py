@@ -27,7 +27,9 @@ from rtpo_ray.options import PLAIN, complaint, opt
 # What a resumed run may change: where and how it computes, how long and how often it reports, and nothing that decides what it learns.
 FREE = ("run.name", "run.root", "run.resume", "run.experiment", "run.sweeps", "run.tokens", "run.eval_every", "run.eval_every_tokens",
         "run.eval_tasks", "run.checkpoint_every", "run.state_every", "run.keep_states", "run.aim", "cluster.", "environment.step_timeout",
-        "sampling.retries", "sampling.stage_timeout", "generators.", "learner.ranks", "learner.cpus", "learner.gpus", "learner.resource",
+        "sampling.retries", "sampling.stage_timeout", "generators.min", "generators.max", "generators.release", "generators.lost_after",
+        "generators.cpus", "generators.gpus", "generators.resource", "generators.threads", "generators.max_num_seqs", "generators.kv_cache_mb",
+        "generators.gpu_memory_utilization", "learner.ranks", "learner.cpus", "learner.gpus", "learner.resource",
         "learner.threads", "learner.micro_batch_tokens", "learner.max_refused", "learner.timeout", "weights.", "warm_start.cache")
 
 DATA_CPUS = 1  # logical CPUs that Ray Data's own tasks need beside learner and generators
@@ -58,7 +60,7 @@ class ClusterConfig:
     local_cpus: int = opt(0, "logical CPUs of a local cluster; 0: as many as the machine has", least=0)
     dashboard: bool = opt(True, "serve the Ray dashboard of a local cluster")
     start_timeout: float = opt(300.0, "seconds that actors may take to start", above=0)
-    restarts: int = opt(3, "times in a row, without a finished step between, that a lost coordinator or learner is started again", least=0)
+    restarts: int = opt(3, "times that a lost coordinator or learner is started again without the run getting further", least=0)
 
 
 @dataclass(kw_only=True)
@@ -115,7 +117,8 @@ class GeneratorConfig:
     min: int = opt(1, "sampling engines that are always kept", least=1)
     max: int = opt(0, "sampling engines at most, started when a stage has work for them; 0: as many as min", least=0)
     release: bool = opt(False, "give engines beyond min back when a stage has no work for them, instead of keeping them warm")
-    lost_after: float = opt(120.0, "seconds without an answer after which an engine is replaced", above=0)
+    lost_after: float = opt(120.0, "seconds without an answer, beyond what a push may take (4 x weights.timeout), after which an engine is replaced",
+                            above=0)
     cpus: float = opt(0.5, "logical CPUs each", least=0)
     gpus: float = opt(0.0, "GPUs each", least=0)
     resource: str = opt("", "custom resource of the nodes that may hold engines, 1 of it each; empty: any node")

@@ -44,18 +44,22 @@ class Progress:
 class Ledger:
     """Args:
     folder: of the run. The file is made when there is none.
+    read_only: for who only looks; the folder may then be one that cannot be written to.
     Raises RtpoError when the file is no ledger that this version reads.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, read_only: bool = False) -> None:
         self._folder = Path(folder)
         path = self._folder / FILE
-        self._db = sqlite3.connect(path, timeout=30, isolation_level=None)
+        mode = "ro" if read_only else "rwc"
+        self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=30, isolation_level=None)
         try:
             self._db.execute("PRAGMA synchronous=FULL")
             found = self._db.execute("PRAGMA user_version").fetchone()[0]
             if found not in (0, SCHEMA):
                 raise RtpoError(f"{path} was written by another version of rtpo-ray (its schema is {found}; expected {SCHEMA})")
+            if read_only:
+                return
             self._db.execute("CREATE TABLE IF NOT EXISTS steps (seq INTEGER PRIMARY KEY, progress TEXT NOT NULL, event TEXT)")
             self._db.execute(f"PRAGMA user_version={SCHEMA}")
         except sqlite3.DatabaseError as error:
@@ -80,23 +84,28 @@ class Ledger:
         row = self._db.execute("SELECT progress FROM steps ORDER BY seq DESC LIMIT 1").fetchone()
         return Progress(**json.loads(row[0])) if row else Progress()
 
+    @property
+    def resume_point(self) -> Progress:
+        """Where the run would go on."""
+        return self._resume_point()[1]
+
     def rewind(self) -> tuple[Progress, int]:
-        """Forget what cannot be built upon: (where the run stands then, number of events forgotten)."""
+        """Forget what cannot be built upon: (where the run stands then, number of events forgotten). The states of what is forgotten go too: an
+        update that is made again must not be taken for written before it is."""
         keep, progress = self._resume_point()
+        for folder in self._folders("states", "update"):
+            if _number(folder) > progress.updates:
+                shutil.rmtree(folder)
         forgotten: int = self._db.execute("SELECT count(*) FROM steps WHERE seq > ? AND event IS NOT NULL", (keep,)).fetchone()[0]
         self._db.execute("DELETE FROM steps WHERE seq > ?", (keep,))
         return progress, forgotten
 
     def prune(self, keep_states: int) -> None:
         """Remove learner states but the last `keep_states`, and trunks of past sweeps. What a resumed run would begin with stays."""
-        needed = self._resume_point()[1]
-        for folders, name, least in (("states", "update", needed.updates), ("trunks", "sweep", needed.sweep)):
-            found = sorted(self._folder.glob(f"{folders}/{name}-" + "[0-9]" * 6))
-            if folders == "states":
-                found = found[:-keep_states]
-            for folder in found:
-                if int(folder.name.rpartition("-")[2]) < least:
-                    shutil.rmtree(folder)
+        needed = self.resume_point
+        old = [folder for folder in self._folders("states", "update")[:-keep_states] if _number(folder) < needed.updates]
+        for folder in [*old, *(folder for folder in self._folders("trunks", "sweep") if _number(folder) < needed.sweep)]:
+            shutil.rmtree(folder, ignore_errors=True)  # what is left is tried again at the next step
 
     def events(self) -> list[Event]:
         """Of all steps, in order."""
@@ -113,10 +122,17 @@ class Ledger:
                 return seq, progress
         return 0, Progress()
 
+    def _folders(self, kind: str, name: str) -> list[Path]:
+        return sorted(self._folder.glob(f"{kind}/{name}-" + "[0-9]" * 6))
+
     def _on_disk(self, progress: Progress) -> bool:
         """Whether the learner's state is, and the trunks of a sweep under way."""
         return ((not progress.updates or state_folder(self._folder, progress.updates).is_dir())
                 and (progress.stage < 0 or trunks_folder(self._folder, progress.sweep).is_dir()))
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
 
 
 def state_folder(folder: str | Path, updates: int) -> Path:

@@ -36,6 +36,10 @@ class Engine(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Raise EngineError when the engine has failed for good and must be replaced."""
+        ...
+
     def close(self) -> None:
         """Free memory and threads."""
         ...

@@ -47,6 +47,9 @@ class ScriptedEngine:
     def weight_version(self) -> int:
         return self._weight_version
 
+    def check(self) -> None:
+        """It never fails for good."""
+
     async def generate(self, context_ids: Sequence[int], sampling: Sampling) -> Completion:
         """One scripted response, after a turn of the event loop. Raises EngineError or what `failures` says."""
         if self._closed:

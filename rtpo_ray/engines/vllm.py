@@ -141,10 +141,14 @@ class VllmEngine:
         del llm
         gc.collect()  # vLLM's objects form cycles that hold the weights and the cache
 
-    def _usable(self) -> Any:
-        """vLLM's engine, or EngineError with what made it unusable."""
+    def check(self) -> None:
+        """Raise EngineError when the engine has failed for good and must be replaced."""
         if self._failure is not None:
             raise EngineError(f"the engine failed earlier and must be replaced: {self._failure}") from self._failure
+
+    def _usable(self) -> Any:
+        """vLLM's engine, or EngineError with what made it unusable."""
+        self.check()
         if self._bad_weights is not None:
             raise EngineError(f"the last weight push failed, push all weights again: {self._bad_weights}") from self._bad_weights
         if self._llm is None:

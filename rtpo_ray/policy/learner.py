@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
@@ -156,7 +157,8 @@ class Learner:
         self.finish_checkpoint()
         temporary = _temporary(path)
         self._on_rank_zero(lambda: shutil.rmtree(temporary, ignore_errors=True))
-        written = dcp.async_save(self._state(), checkpoint_id=temporary, process_group=self._writers, async_stager=self._stager)
+        with _checkpoint_errors(f"{path} could not be written"):
+            written = dcp.async_save(self._state(), checkpoint_id=temporary, process_group=self._writers, async_stager=self._stager)
         self._writing = self._writer.submit(self._put_in_place, written, temporary, path)
 
     def finish_checkpoint(self) -> None:
@@ -169,13 +171,14 @@ class Learner:
     def _put_in_place(self, written: Any, temporary: str, path: str) -> None:
         """In the background: once every rank has written its shard, rank 0 moves the folder to where it is looked for."""
         try:
-            written.result()
-            if self.rank == 0:
-                _swap_in(temporary, path)
-        except Exception as error:  # whatever storage raises; the cause is chained
+            with _checkpoint_errors(f"{path} could not be written"):
+                written.result()
+                if self.rank == 0:
+                    _swap_in(temporary, path)
+        except CheckpointError:
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
-            raise CheckpointError(f"{path} could not be written: {type(error).__name__}: {str(error).strip()}") from error
+            raise
 
     def load_checkpoint(self, path: str) -> None:
         """Continue from `save_checkpoint`, which may have run with another number of ranks."""
@@ -183,7 +186,8 @@ class Learner:
             raise FileNotFoundError(f"checkpoint {path} is not a folder; expected one that save_checkpoint wrote")
         self.finish_checkpoint()
         state = self._state()
-        dcp.load(state, checkpoint_id=path)  # parameters and moments are filled in place
+        with _checkpoint_errors(f"{path} could not be read"):
+            dcp.load(state, checkpoint_id=path)  # parameters and moments are filled in place
         self.optimizer_steps = int(state["optimizer_steps"].item())
 
     # --- what an update is made of
@@ -284,6 +288,15 @@ class Learner:
         with self.raised_together():
             if self.rank == 0:
                 action()
+
+
+@contextmanager
+def _checkpoint_errors(what: str) -> Iterator[None]:
+    """Whatever storage raises, as a CheckpointError; the cause is chained."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{what}: {type(error).__name__}: {str(error).strip()}") from error
 
 
 def _temporary(path: str) -> str:

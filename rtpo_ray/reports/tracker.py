@@ -29,7 +29,7 @@ class Tracker:
         if (folder / METRICS).exists() and not resume:
             raise FileExistsError(f"{folder} holds a run already; choose another run.name or remove the folder")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(config))
+        _write_whole(folder / "config.yaml", to_yaml(config))
         self._folder, self._say, self._sweeps, self._budget, self._tokens = folder, say, config.run.sweeps, config.run.tokens, 0
         self._began = 0.0  # share of the training that was done when this process began with it
         self._since = time.monotonic()
@@ -39,27 +39,29 @@ class Tracker:
     def record(self, event: Event) -> None:
         """Keep one event and show it. An event of a resumed run takes back those after the point where it goes on."""
         event = {"time": time.time(), **event}  # the coordinator's have it
+        new = [event]
         if event["kind"] == "resume":
-            self._rebuild()
+            new = self._rebuild(event)
         else:
             self._metrics.write(json.dumps(event, allow_nan=False) + "\n")
         if self._aim is not None:
-            _to_aim(self._aim, event)
+            for one in new:
+                _to_aim(self._aim, one)
         self._tokens += _trained_on(event)
         if event["kind"] == "resume" or (event["kind"] == "eval" and event["sweep"] == 0):
             self._began, self._since = self._share(event["sweep"]), time.monotonic()
         self._say(self._line(event))
 
-    def _rebuild(self) -> None:
-        """metrics.jsonl anew from the ledger."""
-        with Ledger(self._folder) as ledger:
-            events = ledger.events()
+    def _rebuild(self, resume: Event) -> list[Event]:
+        """metrics.jsonl anew from the ledger, up to `resume`; what comes after it is still to be recorded. Returns those that were not there."""
+        with Ledger(self._folder, read_only=True) as ledger:
+            events = [event for event in ledger.events() if event["time"] <= resume["time"]]
         self._metrics.close()
-        whole = self._folder / f"{METRICS}.part"
-        whole.write_text("".join(json.dumps(event, allow_nan=False) + "\n" for event in events))
-        os.replace(whole, self._folder / METRICS)
+        known = {json.loads(line)["time"] for line in (self._folder / METRICS).read_text().splitlines() if line.endswith("}")}
+        _write_whole(self._folder / METRICS, "".join(json.dumps(event, allow_nan=False) + "\n" for event in events))
         self._metrics = (self._folder / METRICS).open("a", buffering=1)
         self._tokens = sum(_trained_on(event) for event in events)
+        return [event for event in events if event["time"] not in known]
 
     def close(self, status: str) -> None:
         """Flush and end the Aim run; `status` is finished, interrupted or failed."""
@@ -83,6 +85,13 @@ class Tracker:
     def _share(self, sweeps: int) -> float:
         """Of the training, after so many sweeps and the tokens so far."""
         return max(sweeps / max(self._sweeps, 1), self._tokens / self._budget if self._budget else 0.0)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """At once or not at all: a full disk or a kill leaves what was there."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)
 
 
 def _trained_on(event: Event) -> int:

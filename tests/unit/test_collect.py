@@ -134,10 +134,10 @@ def test_a_generator_that_dies_or_overruns_is_reported_and_its_rows_sampled_else
 
 @pytest.mark.parametrize("error", [RayActorError(), GetTimeoutError("overran")])
 def test_rows_that_no_generator_survives_come_back_failed_every_one_of_them(error):
-    pool = Pool(Generator(error=error), Generator(error=error))
+    pool = Pool(*(Generator(error=error) for _ in range(3)))  # a third death is no chance any more
     assert trunks(pool, tasks="ab", count=2) == [("a/0", "failed"), ("a/1", "failed"), ("b/0", "failed"), ("b/1", "failed")]
-    assert [entry[:2] for entry in pool.log if entry[0] == "report"] == [("report", "g0"), ("report", "g1")]
-    lost = groups(Pool(Generator(error=error), Generator(error=error)), names="ab", counts=(2, 3))
+    assert [entry[:2] for entry in pool.log if entry[0] == "report"] == [("report", "g0"), ("report", "g1"), ("report", "g2")]
+    lost = groups(Pool(*(Generator(error=error) for _ in range(3))), names="ab", counts=(2, 3))
     assert lost == {"a": ["failed"] * 2, "b": ["failed"] * 3}
 
 

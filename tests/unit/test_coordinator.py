@@ -59,6 +59,12 @@ def test_stale_samples_are_refused():
         check(siblings=12, trained=12, versions=frozenset({3, 0}))
 
 
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    """Trunks that are read back are those of the fake that made them: none."""
+    monkeypatch.setattr("actors.coordinator.read_episodes", lambda folder: None)
+
+
 class Walk(Coordinator):
     """Writes down what it does; every stage generates 10 tokens, every batch of trunks 5, and each of `moves` says whether a stage learns."""
 
@@ -271,6 +277,48 @@ def test_a_learner_that_is_lost_at_every_try_ends_the_run(tmp_path, uninterrupte
     with pytest.raises(LearnerLost, match="rank 1 died"):
         list(made.run(str(tmp_path)))
     assert made.log.count("restart") == made._config.cluster.restarts == 3
+
+
+@pytest.mark.parametrize("options", [{"args": {"sync_every": 0}}, {"state_every": 2}, {"state_every": 0}])
+def test_steps_that_are_done_again_and_again_are_no_progress(tmp_path, uninterrupted, options):
+    """The learner dies whenever the last stage of the first sweep comes, several steps after the point where the run goes on."""
+
+    class Cursed(Mortal):
+        def _stage(self, sweep, number, stage, trunks, episodes):
+            if stage.turn == 0:
+                raise LearnerLost("rank 0 died of a long sample")
+            return super()._stage(sweep, number, stage, trunks, episodes)
+
+    made = Cursed(tmp_path, **options, **RUN)
+    with pytest.raises(LearnerLost, match="long sample"):
+        list(made.run(str(tmp_path)))
+    assert made.log.count("restart") == 3
+
+
+def test_a_last_checkpoint_that_is_missing_fails_the_run_that_is_finished(tmp_path, uninterrupted):
+    made = Mortal(tmp_path, **RUN)
+
+    def finish():
+        if ledger_of(tmp_path)[0].sweep == 2:
+            raise CheckpointError("no space left")
+
+    made._gang.finish_checkpoint = finish
+    with pytest.raises(CheckpointError, match="finished and its model exported, but the last checkpoint is missing: no space left"):
+        list(made.run(str(tmp_path)))
+    assert made.log[-1] == "export final" and ledger_of(tmp_path)[0].finished
+
+
+def test_a_checkpoint_for_good_that_was_cut_off_is_made_when_the_run_goes_on(tmp_path, uninterrupted):
+    first = Mortal(tmp_path, checkpoint_every=1, die=uninterrupted[2] // 2 + 2, **RUN)
+    with pytest.raises(Killed):
+        list(first.run(str(tmp_path)))
+    kept = tmp_path / "checkpoints" / "sweep-000001"
+    at = ledger_of(tmp_path)[0]
+    if at.sweep == 1 and at.stage < 0:
+        kept.rmdir()
+    second = Mortal(tmp_path, checkpoint_every=1, **RUN)
+    list(second.run(str(tmp_path), "killed"))
+    assert kept.is_dir() and (tmp_path / "checkpoints" / "sweep-000002").is_dir()
 
 
 def test_a_state_that_cannot_be_written_is_reported_and_the_run_goes_on(tmp_path, uninterrupted):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from gloo import folder, learner_config, run_ranks, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from rtpo_ray.algorithms.base import Objective
-from rtpo_ray.errors import ContextMismatch, NonFiniteUpdate
+from rtpo_ray.errors import CheckpointError, ContextMismatch, NonFiniteUpdate
 from rtpo_ray.policy import modeling
 from rtpo_ray.policy.learner import Learner
 from rtpo_ray.types import Sample, context_hash
@@ -261,6 +262,44 @@ def test_score_equals_transformers():
             assert logprobs == pytest.approx(expected_logprobs(sample).tolist(), abs=1e-5)
         assert [(s.name, s.shape, torch.float32) for s in manifest] == tensors
         assert "lm_head.weight" not in [s.name for s in manifest]  # tied: once
+
+
+def full_disk(rank, world, model, samples, path):
+    """A checkpoint fails on every rank while training goes on, and the next one is whole."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    made = build(model)
+    write, found = FileSystemWriter.write_data, []
+
+    def full(self, plan, planner):
+        raise OSError(28, "No space left on device")
+
+    FileSystemWriter.write_data = full
+    try:
+        made.start_checkpoint(path)
+        made.update(samples[rank::world], N_GROUPS, N_ROLLOUTS, seed=0)
+        try:
+            made.finish_checkpoint()
+        except CheckpointError as error:
+            found.append(str(error))
+    finally:
+        FileSystemWriter.write_data = write
+    left = [name for name in os.listdir(os.path.dirname(path)) if name.startswith(os.path.basename(path))]
+    made.finish_checkpoint()  # it is said once
+    made.save_checkpoint(path)
+    try:
+        made.load_checkpoint(path + "-broken")
+    except (CheckpointError, FileNotFoundError) as error:
+        found.append(type(error).__name__)
+    return found, left, os.path.isdir(path)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_and_leaves_no_rest():
+    path = str(folder() / "full")
+    (folder() / "full-broken").mkdir()
+    for found, left, whole in run_ranks(2, full_disk, tiny_model(), make_samples(), path):
+        assert found[0].startswith(f"{path} could not be written: CheckpointException") or "No space left on device" in found[0]
+        assert found[1] == "CheckpointError" and left in ([], ["full-broken"]) and whole
 
 
 def test_checkpoint_loads_on_other_numbers_of_ranks_and_export_reloads():

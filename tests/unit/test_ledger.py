@@ -60,6 +60,25 @@ def test_a_step_whose_weights_the_generators_did_not_have_is_not_built_upon(tmp_
     assert resumed(tmp_path) == (TRUNKS, 1, [])
 
 
+def test_states_of_what_is_forgotten_go_too(written):
+    """Were they left, the same update made again would be taken for written before it is."""
+    (written / trunks_folder("", 0)).rmdir()
+    (written / state_folder("", 2)).rename(written / state_folder("", 3))
+    assert resumed(written)[0] == EVALUATED
+    assert not any(state_folder(written, number).exists() for number in (1, 2, 3))
+
+
+def test_who_only_looks_changes_nothing_and_makes_nothing(written, tmp_path):
+    before = (written / FILE).read_bytes()
+    with Ledger(written, read_only=True) as ledger:
+        assert ledger.progress == ledger.resume_point == SWEEP
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            ledger.append(SWEEP)
+    assert (written / FILE).read_bytes() == before
+    with pytest.raises(sqlite3.OperationalError, match="unable to open"):
+        Ledger(tmp_path / "nowhere", read_only=True)
+
+
 def test_an_empty_ledger_begins_at_the_beginning(tmp_path):
     assert resumed(tmp_path) == (START, 0, [])
 
