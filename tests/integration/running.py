@@ -1,5 +1,6 @@
 """What the tests of whole runs share: a small configuration, waiting with a deadline, and ending what a test started."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -69,10 +70,12 @@ def wait_for_end(processes, seconds):
 
 
 class Command:
-    """A process in a session of its own, as a terminal gives it; its output is read as it comes."""
+    """A process in a session of its own, as a terminal gives it, also where the tests run in the background, where an interrupt is ignored; its
+    output is read as it comes."""
 
     def __init__(self, argv):
-        self.process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        self.process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
         self.lines, self._more = [], threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()
 
