@@ -62,8 +62,8 @@ class Ask:
 
 def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Collection, blocks: int) -> ray.data.MaterializedDataset:
     """Whole episodes of every task (ROLLOUTS rows), left in the object store."""
-    rollouts = dataset(tasks, blocks).map_batches(
-        _sample_tasks, fn_kwargs={"ask": ask, "collection": collection}, concurrency=collection.concurrency, **_TASK)
+    at_once = min(collection.concurrency, blocks, max(1, len(tasks)))  # Ray Data warns of more than there are blocks
+    rollouts = dataset(tasks, blocks).map_batches(_sample_tasks, fn_kwargs={"ask": ask, "collection": collection}, concurrency=at_once, **_TASK)
     rollouts.set_name(name)
     return rollouts.materialize()
 
@@ -71,9 +71,10 @@ def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Col
 def stage_samples(trunks: ray.data.MaterializedDataset, stage: Stage, method: AlgorithmConfig, ask: Ask, collection: Collection) -> Iterator[Block]:
     """Blocks of SAMPLES rows of one stage, each as soon as its groups are complete. `method` is built again where it is needed."""
     grow = {"stage": stage, "method": method, "ask": ask, "collection": collection}
+    at_once = max(1, min(collection.concurrency, trunks.num_blocks()))
     samples = (trunks
-               .map_batches(_groups, fn_kwargs=grow, concurrency=collection.concurrency, **_TASK)
-               .map_batches(_samples, fn_kwargs={"method": method}, concurrency=collection.concurrency, **_TASK))
+               .map_batches(_groups, fn_kwargs=grow, concurrency=at_once, **_TASK)
+               .map_batches(_samples, fn_kwargs={"method": method}, concurrency=at_once, **_TASK))
     samples.set_name("stage")
     return itertools.chain.from_iterable(bundle.block_refs for bundle in samples.iter_internal_ref_bundles())
 

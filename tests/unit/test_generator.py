@@ -168,7 +168,8 @@ def test_no_rows_are_no_rows(generator):
     assert episodes(made, tasks=[]) == [] and siblings(made, [], turn=0) == []
 
 
-def test_a_probe_samples_with_its_own_seed_and_stops_nowhere(generator):
+def test_a_probe_samples_with_its_own_seed_and_stops_nowhere(generator, monkeypatch):
+    monkeypatch.setattr("actors.generator.ray.is_initialized", lambda: False)  # there may be a cluster, of other tests
     engine = ScriptedEngine(lambda context, sampling: [chat("chatml").tokenizer.eos_token_id, 7, 8])
     made = generator(engine)
     context = chat("chatml").encode("say red!")
