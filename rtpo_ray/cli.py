@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from filelock import FileLock, Timeout
-
 from rtpo_ray import environments
 from rtpo_ray.config import Config, check_resumable, describe, hash_config, load_config
 from rtpo_ray.environments.base import Environment
 from rtpo_ray.errors import ConfigError, RtpoError
+from rtpo_ray.folders import alone_in
 from rtpo_ray.ledger import FILE as LEDGER
 from rtpo_ray.ledger import Ledger
 from rtpo_ray.reports.status import status_lines
@@ -51,7 +50,7 @@ def train(args: argparse.Namespace) -> int:
     """Train, track, and end cleanly however it ends."""
     config = _resumed_config(args) if args.resume else load_config(args.config, args.overrides)
     folder = _run_folder(config)
-    with _alone(folder):
+    with alone_in(folder, "run", "run.name", ".lock"):  # two that go on with one run would each take back what the other did
         reason = _reason_to_resume(config, folder)
         model_path = _model_path(config)
         from actors import cluster
@@ -108,24 +107,6 @@ def _reason_to_resume(config: Config, folder: Path) -> str:
         raise ConfigError(f"{folder}: the run is finished, after {at.sweep} sweeps and {at.tokens:,} tokens; raise run.sweeps ({config.run.sweeps})"
                           + (f" and run.tokens ({config.run.tokens})" if config.run.tokens else "") + " to train on")
     return "the run was started again"
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """The run's folder for this process only: two that go on with one run would each take back what the other did."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"field run.root is {str(folder.parent)!r}: a folder for the run cannot be made there: {error}") from error
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise ConfigError(f"field run.name is {folder.name!r}: another process works in {folder}; wait for it or choose another name") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def compare(args: argparse.Namespace) -> int:

@@ -22,18 +22,17 @@ import json
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rtpo_ray.config import Config, hash_config, load_layers, parse_overrides, read_yaml, to_yaml
 from rtpo_ray.errors import ConfigError, RtpoError
+from rtpo_ray.folders import alone_in
 from rtpo_ray.reports.comparison import RunResult, read_events, run_result, write_comparison
 
 FIELDS = ("name", "seeds", "methods", "optimum")
@@ -92,7 +91,7 @@ def run_comparison(comparison: Comparison, train: Callable[[Config], None], say:
     They are written after every run. A run that fails is recorded as failed and the next one starts.
     """
     folder = comparison.folder
-    with _alone(comparison):
+    with alone_in(folder, "comparison", "compare.name", ".compare.lock"):  # another process would take a run that is under way for a killed one
         waiting = unfinished(comparison)
         _report(comparison)
         for number, entry in enumerate(comparison.runs, 1):
@@ -221,25 +220,6 @@ def _check_budgets(configs: dict[str, Config]) -> None:
         if config.run.tokens != budget:
             raise ConfigError(f"compare.methods.{label}: field run.tokens is {config.run.tokens}; expected {budget} as for {first}, so that the "
                               "methods have an equal budget")
-
-
-@contextmanager
-def _alone(comparison: Comparison) -> Iterator[None]:
-    """The comparison's folder, for this process only: another would take a run that is under way for a killed one."""
-    folder = comparison.folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"field run.root is {str(folder.parent)!r}: a folder for the comparison cannot be made there: {error}") from error
-    lock = FileLock(folder / ".compare.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise ConfigError(f"field compare.name is {comparison.name!r}: another process works in {folder}; wait or choose another name") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _move_aside(folder: Path) -> Path | None:
