@@ -144,7 +144,7 @@ class EvaluatorActor(CoordinatorActor):
     """The same for an evaluation alone, by generators that keep the weights that they loaded."""
 
     def __repr__(self) -> str:
-        return f"Evaluator({self._config.environment.name})"
+        return f"Evaluator({self._config.environment.path or self._config.environment.name})"
 
     def event(self) -> Event:
         quiet_ray_data()

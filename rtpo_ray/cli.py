@@ -270,8 +270,9 @@ def _model_path(config: Config) -> str:
     if not config.model.path:
         from rtpo_ray.policy.tiny import materialise
 
-        if environments.REGISTRY[config.environment.name].demonstrate is Environment.demonstrate:
-            raise ConfigError(f"field model.path is empty and environment {config.environment.name!r} has no scripted demonstrations, from which "
+        if environments.find(config.environment).demonstrate is Environment.demonstrate:
+            name = config.environment.path or config.environment.name
+            raise ConfigError(f"field model.path is empty and environment {name!r} has no scripted demonstrations, from which "
                               "the tiny model would be built; set model.path, or define demonstrate(rng, noise)")
 
         return str(materialise(config, _say))

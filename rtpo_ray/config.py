@@ -23,6 +23,7 @@ from rtpo_ray import algorithms, environments
 from rtpo_ray.algorithms.base import Algorithm
 from rtpo_ray.errors import ConfigError
 from rtpo_ray.options import PLAIN, complaint, opt
+from rtpo_ray.plugins import source_of
 
 # What a resumed run may change: where and how it computes, how long and how often it reports, and nothing that decides what it learns.
 FREE = ("run.name", "run.root", "run.resume", "run.experiment", "run.sweeps", "run.tokens", "run.eval_every", "run.eval_every_tokens",
@@ -87,6 +88,7 @@ class WarmStartConfig:
 @dataclass(kw_only=True)
 class EnvironmentConfig:
     name: str = opt("lookup", "which environment", choices=tuple(environments.REGISTRY))
+    path: str = opt("", "file.py:Class of one of your own, which then stands for name")
     args: dict[str, Any] = field(default_factory=dict, metadata={"doc": "arguments of the environment's constructor"})
     max_turns: int = opt(3, "K: turns an episode may take", least=1, why="an episode has at least one turn")
     context: str = opt("append", "psi, how c_k is built", choices=("append", "template", "window", "summary"))
@@ -240,9 +242,8 @@ def to_yaml(config: Config) -> str:
 
 
 def hash_config(config: Config) -> str:
-    """Of the whole configuration, and of the file that the method comes from when it is not one of ours."""
-    file = Path(config.algorithm.name.rpartition(":")[0])
-    own = file.read_bytes() if file.suffix == ".py" else b""
+    """Of the whole configuration, and of the files that method and environment come from when they are not ours."""
+    own = source_of(config.algorithm.name) + source_of(config.environment.path)
     return hashlib.sha256(to_yaml(config).encode() + own).hexdigest()
 
 
@@ -390,19 +391,24 @@ def _check_algorithm(config: Config) -> None:
 
 def _check_environment_args(environment: EnvironmentConfig) -> None:
     """Build the environment once: its constructor knows what is valid."""
-    cls = environments.REGISTRY[environment.name]
+    name = environment.path or environment.name
+    try:
+        cls = environments.find(environment)
+    except ValueError as error:
+        raise ConfigError(f"field environment.path is {error}") from error
     parameters = inspect.signature(cls).parameters
     for key, value in environment.args.items():
         if key not in parameters:
-            raise ConfigError(f"unknown field environment.args.{key} for environment {environment.name!r}; valid: {', '.join(parameters)}")
+            raise ConfigError(f"unknown field environment.args.{key} for environment {name!r}; valid: {', '.join(parameters)}")
         hint = str(parameters[key].annotation)
         if hint in PLAIN and type(value) not in PLAIN[hint]:
             raise ConfigError(f"field environment.args.{key} is {value!r}; expected {hint}")
     try:
         built = cls(**environment.args)
         built.check(environment.max_turns)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"environment.args {dict(environment.args)} of {environment.name!r}: {error}") from error
+    except Exception as error:  # a user's constructor may raise anything; the cause is chained
+        kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
+        raise ConfigError(f"environment.args {dict(environment.args)} of {name!r}: {kind}{error}") from error
 
 
 def _check_placement(config: Config, learn: bool) -> None:

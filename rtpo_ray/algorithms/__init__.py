@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import importlib.util
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtpo_ray.algorithms.arpo import Arpo
@@ -25,6 +21,7 @@ from rtpo_ray.algorithms.rtpo import Rtpo
 from rtpo_ray.algorithms.seeupo import SeeUpo
 from rtpo_ray.algorithms.treegrpo import TreeGrpo
 from rtpo_ray.options import PLAIN, complaint
+from rtpo_ray.plugins import load_class
 
 if TYPE_CHECKING:
     from rtpo_ray.config import AlgorithmConfig
@@ -86,35 +83,11 @@ def find(name: str) -> type[Algorithm]:
     """The class of a registered name or of `file.py:Class`. Raises ValueError when there is none."""
     if name in REGISTRY:
         return REGISTRY[name]
-    path, _, attribute = name.rpartition(":")
-    if not path.endswith(".py"):
+    if not name.rpartition(":")[0].endswith(".py"):
         close = difflib.get_close_matches(name, REGISTRY, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise ValueError(f"{name!r}; valid choices: {', '.join(REGISTRY)}, or file.py:Class for one of your own{hint}")
-    if not Path(path).is_file():
-        raise ValueError(f"{name!r}: no file {path} in {Path.cwd()}")
-    try:
-        module = _load(str(Path(path).resolve()))
-    except (Exception, SystemExit) as error:  # a user's file may raise anything; the cause is chained
-        raise ValueError(f"{name!r}: {path} cannot be imported: {type(error).__name__}: {error}") from error
-    found = getattr(module, attribute, None)
-    if not (isinstance(found, type) and issubclass(found, Algorithm)):
-        raise ValueError(f"{name!r}: {path} defines no dataclass {attribute} that extends rtpo_ray.algorithms.base.Algorithm")
+    found = load_class(name, Algorithm)
     if "__dataclass_fields__" not in vars(found):  # inherited ones would make its own options plain attributes, silently
-        raise ValueError(f"{name!r}: {attribute} is no dataclass of its own; put @dataclass(frozen=True, kw_only=True) before it")
+        raise ValueError(f"{name!r}: {found.__name__} is no dataclass of its own; put @dataclass(frozen=True, kw_only=True) before it")
     return found
-
-
-@functools.cache
-def _load(path: str) -> Any:
-    """The module in the file `path`; every process loads it for itself, so that nothing of it must be pickled."""
-    spec = importlib.util.spec_from_file_location(f"rtpo_ray_method_{Path(path).stem}", path)
-    assert spec is not None and spec.loader is not None, f"{path} is no Python file"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]  # half a module must not be found later
-        raise
-    return module

@@ -1,4 +1,4 @@
-"""The environments by name."""
+"""The environments by name. One from elsewhere is named by its file and class: `environment.path=my_env.py:MyEnv`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rtpo_ray.environments.base import Environment
 from rtpo_ray.environments.guess import Guess
 from rtpo_ray.environments.lookup import Lookup
+from rtpo_ray.plugins import load_class
 
 if TYPE_CHECKING:
     from rtpo_ray.config import EnvironmentConfig
@@ -16,4 +17,9 @@ REGISTRY: dict[str, type[Environment]] = {"lookup": Lookup, "guess": Guess}
 
 def build(config: EnvironmentConfig) -> Environment:
     """A fresh environment with the arguments of the config."""
-    return REGISTRY[config.name](**config.args)
+    return find(config)(**config.args)
+
+
+def find(config: EnvironmentConfig) -> type[Environment]:
+    """The class that `config` names. Raises ValueError when environment.path names none."""
+    return load_class(config.path, Environment) if config.path else REGISTRY[config.name]

@@ -64,14 +64,15 @@ def materialise(config: Config, say: Callable[[str], None] = print) -> Path:
 
     Two processes that build the same model at once do no harm: each writes a folder of its own and the first rename wins.
     """
-    recipe = (sys.modules[__name__], sys.modules[environments.REGISTRY[config.environment.name].__module__])
+    recipe = (sys.modules[__name__], sys.modules[environments.find(config.environment).__module__])
     options: dict[str, Any] = {"warm_start": dataclasses.asdict(config.warm_start), "environment": dataclasses.asdict(config.environment),
                                "recipe": [inspect.getsource(module) for module in recipe]}
     del options["warm_start"]["cache"]
-    for name in ("step_timeout", "context", "window", "train_context"):  # demonstrations are laid out alike whatever the model is shown later
-        del options["environment"][name]
+    options["environment"]["name"] = name = config.environment.path.rpartition(":")[2] or config.environment.name
+    for unseen in ("path", "step_timeout", "context", "window", "train_context"):  # demonstrations do not depend on them
+        del options["environment"][unseen]
     key = hashlib.blake2b(json.dumps(options, sort_keys=True).encode(), digest_size=6).hexdigest()
-    folder = Path(config.warm_start.cache).expanduser() / f"tiny-{config.environment.name}-{key}"
+    folder = Path(config.warm_start.cache).expanduser() / f"tiny-{name}-{key}"
     if (folder / "config.json").is_file():
         return folder
     disable_progress_bar()
