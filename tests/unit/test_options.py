@@ -144,8 +144,8 @@ def test_options_of_a_method_from_a_file_are_checked(file, monkeypatch):
 
 
 @pytest.mark.parametrize(("attribute", "message"), [
-    ("Stranger", "defines no class Stranger that extends rtpo_ray.algorithms.base.Algorithm"), ("credit", "defines no dataclass credit"),
-    ("LOADED", "defines no class LOADED"), ("Nothing", "defines no dataclass Nothing"), ("", "defines no dataclass")])
+    ("Stranger", "defines no class Stranger that extends rtpo_ray.algorithms.base.Algorithm"), ("credit", "defines no class credit"),
+    ("LOADED", "defines no class LOADED"), ("Nothing", "defines no class Nothing"), ("", "defines no class")])
 def test_a_class_that_is_no_method_is_refused(file, attribute, message):
     with pytest.raises(ValueError, match=message):
         algorithms.make(f"{file}:{attribute}", {})
