@@ -158,7 +158,8 @@ class Learner:
         temporary = _temporary(path)
         self._on_rank_zero(lambda: shutil.rmtree(temporary, ignore_errors=True))
         with _checkpoint_errors(f"{path} could not be written"):
-            written = dcp.async_save(self._state(), checkpoint_id=temporary, process_group=self._writers, async_stager=self._stager)
+            writer = dcp.HuggingFaceStorageWriter(temporary, save_distributed=True)  # safetensors: to read it runs no code
+            written = dcp.async_save(self._state(), storage_writer=writer, process_group=self._writers, async_stager=self._stager)
         self._writing = self._writer.submit(self._put_in_place, written, temporary, path)
 
     def finish_checkpoint(self) -> None:
@@ -187,7 +188,7 @@ class Learner:
         self.finish_checkpoint()
         state = self._state()
         with _checkpoint_errors(f"{path} could not be read"):
-            dcp.load(state, checkpoint_id=path)  # parameters and moments are filled in place
+            dcp.load(state, storage_reader=_whole(path))  # parameters and moments are filled in place
         self.optimizer_steps = int(state["optimizer_steps"].item())
 
     # --- what an update is made of
@@ -288,6 +289,16 @@ class Learner:
         with self.raised_together():
             if self.rank == 0:
                 action()
+
+
+def _whole(path: str) -> dcp.HuggingFaceStorageReader:
+    """The reader of a checkpoint of which no shard is missing: what lacks would keep its value, silently."""
+    reader = dcp.HuggingFaceStorageReader(path)
+    for name, tensor in reader.read_metadata().state_dict_metadata.items():
+        found = sum(chunk.sizes.numel() for chunk in tensor.chunks)
+        if found != tensor.size.numel():
+            raise ValueError(f"{found:,} of {tensor.size.numel():,} numbers of {name} are there; a shard is missing")
+    return reader
 
 
 @contextmanager

@@ -266,15 +266,15 @@ def test_score_equals_transformers():
 
 def full_disk(rank, world, model, samples, path):
     """A checkpoint fails on every rank while training goes on, and the next one is whole."""
-    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
     made = build(model)
-    write, found = FileSystemWriter.write_data, []
+    write, found = HuggingFaceStorageWriter.write_data, []
 
     def full(self, plan, planner):
         raise OSError(28, "No space left on device")
 
-    FileSystemWriter.write_data = full
+    HuggingFaceStorageWriter.write_data = full
     try:
         made.start_checkpoint(path)
         made.update(samples[rank::world], N_GROUPS, N_ROLLOUTS, seed=0)
@@ -283,7 +283,7 @@ def full_disk(rank, world, model, samples, path):
         except CheckpointError as error:
             found.append(str(error))
     finally:
-        FileSystemWriter.write_data = write
+        HuggingFaceStorageWriter.write_data = write
     left = [name for name in os.listdir(os.path.dirname(path)) if name.startswith(os.path.basename(path))]
     made.finish_checkpoint()  # it is said once
     made.save_checkpoint(path)
@@ -298,8 +298,32 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_leaves_no_rest():
     path = str(folder() / "full")
     (folder() / "full-broken").mkdir()
     for found, left, whole in run_ranks(2, full_disk, tiny_model(), make_samples(), path):
-        assert found[0].startswith(f"{path} could not be written: CheckpointException") or "No space left on device" in found[0]
+        assert found[0].startswith(f"{path} could not be written: ") and "No space left on device" in found[0]
         assert found[1] == "CheckpointError" and left in ([], ["full-broken"]) and whole
+
+
+def refused(rank, world, model, checkpoint):
+    try:
+        build(model).load_checkpoint(checkpoint)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_checkpoint_is_nothing_but_tensors_and_one_that_lacks_a_shard_is_refused():
+    checkpoint = folder() / "three"
+    saved, after, steps = run_ranks(3, train_and_save, tiny_model(), make_samples(), str(checkpoint), str(folder() / "three-export"), tiny_tokenizer())[0]
+    shards = sorted(checkpoint.iterdir())
+    assert len(shards) == 3 and {path.suffix for path in shards} == {".safetensors"}
+    found, steps = run_ranks(1, load_and_train, tiny_model(), make_samples(), str(checkpoint))[0]
+    same(found, after, atol=1e-5)
+    for shard in shards:
+        content = shard.read_bytes()
+        shard.unlink()
+        (message,) = run_ranks(1, refused, tiny_model(), str(checkpoint))
+        assert message.startswith(f"{checkpoint} could not be read: ")
+        shard.write_bytes(content)
+        (message,) = run_ranks(1, refused, tiny_model(), str(checkpoint))
+        assert message is None
 
 
 def test_checkpoint_loads_on_other_numbers_of_ranks_and_export_reloads():
