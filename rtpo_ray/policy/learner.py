@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
@@ -295,6 +296,7 @@ def _whole(path: str) -> dcp.HuggingFaceStorageReader:
     """The reader of a checkpoint of which no shard is missing: what lacks would keep its value, silently."""
     reader = dcp.HuggingFaceStorageReader(path)
     for name, tensor in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata), f"{name} is no tensor; safetensors hold nothing else"
         found = sum(chunk.sizes.numel() for chunk in tensor.chunks)
         if found != tensor.size.numel():
             raise ValueError(f"{found:,} of {tensor.size.numel():,} numbers of {name} are there; a shard is missing")

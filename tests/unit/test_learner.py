@@ -311,7 +311,8 @@ def refused(rank, world, model, checkpoint):
 
 def test_a_checkpoint_is_nothing_but_tensors_and_one_that_lacks_a_shard_is_refused():
     checkpoint = folder() / "three"
-    saved, after, steps = run_ranks(3, train_and_save, tiny_model(), make_samples(), str(checkpoint), str(folder() / "three-export"), tiny_tokenizer())[0]
+    export = str(folder() / "three-export")
+    saved, after, steps = run_ranks(3, train_and_save, tiny_model(), make_samples(), str(checkpoint), export, tiny_tokenizer())[0]
     shards = sorted(checkpoint.iterdir())
     assert len(shards) == 3 and {path.suffix for path in shards} == {".safetensors"}
     found, steps = run_ranks(1, load_and_train, tiny_model(), make_samples(), str(checkpoint))[0]
