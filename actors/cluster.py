@@ -18,10 +18,11 @@ from actors.gang import LEARNERS, LearnerGang
 from actors.publisher import AsLoaded, WeightPublisher
 from actors.spawn import spawn_pool
 from actors.telemetry import RunTelemetry
-from actors.waiting import wait_for, wait_for_end
+from actors.waiting import Doing, wait_for, wait_for_end
+from actors.watchdog import watched
 from rtpo_ray import algorithms
 from rtpo_ray.config import DATA_CPUS, Config
-from rtpo_ray.errors import ConfigError
+from rtpo_ray.errors import ConfigError, CoordinatorLost
 from rtpo_ray.ledger import Ledger, Progress
 
 # A machine with few cores keeps few idle workers, and starting one costs as much as a stage of the tiny model.
@@ -69,13 +70,14 @@ def run_events(config: Config, model_path: str, folder: str, reason: str = "") -
     while True:
         _await_end_of_last_run(config.cluster.start_timeout)
         coordinator = _spawn_root(CoordinatorActor, "rtpo-coordinator", config, model_path)
+        events = coordinator.run.options(num_returns="streaming").remote(folder, reason)
         try:
-            for ref in coordinator.run.options(num_returns="streaming").remote(folder, reason):
+            for ref in watched(coordinator, events, config.cluster.lost_after, longest_step(config)):
                 with root_cause():
-                    event = ray.get(ref)
+                    event = ray.get(ref, timeout=60)
                 yield event
             return
-        except ray.exceptions.RayActorError as error:  # of the coordinator, or of the pool that it owns
+        except (ray.exceptions.RayActorError, CoordinatorLost) as error:  # of the coordinator, or of the pool that it owns
             with Ledger(folder) as ledger:
                 point = ledger.resume_point
             in_vain, last = (in_vain + 1 if point == last else 1), point
@@ -84,6 +86,11 @@ def run_events(config: Config, model_path: str, folder: str, reason: str = "") -
             reason = f"the coordinator was lost: {str(error).strip().splitlines()[0]}"
         finally:
             ray.kill(coordinator)
+
+
+def longest_step(config: Config) -> float:
+    """Seconds within which the deadlines of all that one step waits for have passed, tries and replacements included."""
+    return (2 * config.sampling.stage_timeout + 2 * config.learner.timeout + 20 * config.weights.timeout + 4 * config.cluster.start_timeout)
 
 
 def _await_end_of_last_run(timeout: float) -> None:
@@ -127,7 +134,7 @@ class CoordinatorActor:
     """Makes the coordinator and its collaborators when it is told to run, so that what fails then is raised to the driver as itself."""
 
     def __init__(self, config: Config, model_path: str) -> None:
-        self._config, self._model_path = config, model_path
+        self._config, self._model_path, self._doing = config, model_path, Doing("waiting to be told to run")
 
     def __repr__(self) -> str:
         return f"Coordinator({self._config.algorithm.name}, {self._config.run.name})"
@@ -135,9 +142,17 @@ class CoordinatorActor:
     def run(self, folder: str, reason: str) -> Iterator[Event]:
         """The events of the whole run, or of the rest of it."""
         telemetry = RunTelemetry(self._config.run.name)
-        for event in build_coordinator(self._config, self._model_path).run(folder, reason):
+        self._doing = Doing("starting the generators and the learner")
+        coordinator = build_coordinator(self._config, self._model_path)
+        self._doing = coordinator.doing
+        for event in coordinator.run(folder, reason):
             telemetry.observe(event)
             yield event
+
+
+    def doing(self) -> tuple[str, float]:
+        """What it is at, and for how many seconds; answers beside `run`."""
+        return self._doing.what, self._doing.seconds
 
 
 class EvaluatorActor(CoordinatorActor):

@@ -35,7 +35,7 @@ from pipelines.collect import count_rollouts, read_episodes, stage_samples
 from pipelines.counts import EpisodeCounts, StageCounts
 from rtpo_ray.algorithms.base import Algorithm, Stage
 from rtpo_ray.config import Config
-from rtpo_ray.errors import CheckpointError, ConservationError, LearnerLost, RtpoError, WeightSyncError
+from rtpo_ray.errors import CheckpointError, ConservationError, DeadlineExceeded, LearnerLost, RtpoError, WeightSyncError
 from rtpo_ray.ledger import Ledger, Progress, state_folder, trunks_folder
 from rtpo_ray.types import UpdateResult, derive_seed
 
@@ -75,7 +75,10 @@ class Coordinator(Evaluator):
                     if in_vain > self._config.cluster.restarts:
                         raise
                     reason = str(error)
+                    self.doing.now("starting the learner again")
                     self._gang.restart()
+                except DeadlineExceeded as error:
+                    raise DeadlineExceeded(f"{self.doing.what}: {error}") from error
 
     def _walk(self) -> Iterator[Event]:
         """From where the run stands to its end."""
@@ -86,6 +89,7 @@ class Coordinator(Evaluator):
             if self._over():
                 break
             yield from self._sweep()
+        self.doing.now("export of the trained model")
         self._finish_saving()
         self._gang.export(f"{self._folder}/final")
         self._ledger.append(replace(self._at, finished=True))
@@ -117,6 +121,7 @@ class Coordinator(Evaluator):
         if self._at.stage >= 0:
             trunks = read_episodes(trunks_folder(self._folder, sweep))
             return trunks, count_rollouts(trunks, self._config.sampling.stage_timeout), []
+        self.doing.now(f"sweep {sweep}, trunks: {method.n_trunks} of {self._config.sampling.tasks_per_sweep} tasks each")
         batch = tasks.training_tasks(self._config.run.seed, sweep, self._config.sampling.tasks_per_sweep)
         ask = self._ask("trunks", sweep, count=method.n_trunks, keep_boundaries=method.branching)
         trunks, counts, busy = self._episodes(batch, "trunks", ask, kept)
@@ -132,15 +137,17 @@ class Coordinator(Evaluator):
 
     def _stage(self, sweep: int, number: int, stage: Stage, trunks: ray.data.MaterializedDataset, episodes: EpisodeCounts) -> Event:
         """One stage: collect and credit, update, publish."""
-        started = time.perf_counter()
+        started, where = time.perf_counter(), f"sweep {sweep}, {stage_name(stage)}"
+        self.doing.now(f"{where}: samples from the generators, taken by the learner")
         self._ready(self._siblings(stage, episodes))
         seed = self._config.run.seed
         ask = self._ask("siblings", sweep, number if stage.turn is None else stage.turn)
         with self._joining():
             blocks = stage_samples(trunks, stage, self._config.algorithm, ask, self._collection())
             counts = self._gang.counts([self._gang.feed(block) for block in blocks])
-        self._check(counts, f"sweep {sweep}, {stage_name(stage)}", stage, episodes)
+        self._check(counts, where, stage, episodes)
         collected = time.perf_counter()
+        self.doing.now(f"{where}: the learner's update")
         update = self._gang.update(counts.groups, counts.comparable, derive_seed(seed, sweep, "update", number if stage.turn is None else stage.turn))
         learned = time.perf_counter()
         if update.optimizer_steps:
@@ -170,6 +177,7 @@ class Coordinator(Evaluator):
         self._publish(self._at.version + self._at.unpublished)  # newer weights never go by an old version's number
 
     def _publish(self, version: int) -> Published:
+        self.doing.now(f"sweep {self._at.sweep}, after {self._at.stage} stages: weights to the generators as version {version}")
         published = super()._publish(version)
         self._at = replace(self._at, version=version, unpublished=False)
         return published

@@ -15,7 +15,7 @@ import ray.data
 
 from actors.joining import joining
 from actors.publisher import AsLoaded, Published, WeightPublisher
-from actors.waiting import wait_for
+from actors.waiting import Doing, wait_for
 from pipelines import tasks
 from pipelines.collect import Ask, Collection, collect_episodes, count_rollouts
 from pipelines.counts import EpisodeCounts
@@ -39,6 +39,7 @@ class Evaluator:
     def __init__(self, *, config: Config, pool: Any, publisher: WeightPublisher | AsLoaded) -> None:
         self._config, self._pool, self._publisher = config, pool, publisher
         self._version = 0
+        self.doing = Doing("waiting to begin")
         self._most = max(config.generators.min, config.generators.max)  # generators
         self._watching = pool and pool.watch.remote(WATCH)  # runs as long as the pool
 
@@ -51,6 +52,7 @@ class Evaluator:
         if not count:
             return
         started = time.perf_counter()
+        self.doing.now(f"evaluation after {done} sweeps: {count} tasks, sampled and greedy")
         batch = tasks.held_out_tasks(count)
         _, sampled, _ = self._episodes(batch, "evaluation", self._ask("evaluation", done))
         _, greedy, _ = self._episodes(batch, "evaluation", replace(self._ask("evaluation", done), temperature=0.0))

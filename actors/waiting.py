@@ -12,6 +12,20 @@ from ray.exceptions import GetTimeoutError
 from rtpo_ray.errors import DeadlineExceeded
 
 
+class Doing:
+    """What someone is at, and since when; set by one thread, read by another."""
+
+    def __init__(self, what: str) -> None:
+        self.now(what)
+
+    def now(self, what: str) -> None:
+        self.what, self._since = what, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._since
+
+
 def wait_for(refs: Any, seconds: float, what: str) -> Any:
     """`ray.get` of one reference or a list. Raises DeadlineExceeded that names `what`, or what the remote work raised."""
     try:

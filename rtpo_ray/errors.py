@@ -33,6 +33,10 @@ class CheckpointError(RtpoError):
     """The learner's state could not be written; what was written before is still there."""
 
 
+class CoordinatorLost(RtpoError):
+    """The coordinator does not answer, or does not get on; another must take its place."""
+
+
 class LearnerLost(RtpoError):
     """A learner rank died or does not answer; the gang must be started again."""
 
