@@ -18,7 +18,7 @@ from actors.gang import LEARNERS, LearnerGang
 from actors.publisher import AsLoaded, WeightPublisher
 from actors.spawn import spawn_pool
 from actors.telemetry import RunTelemetry
-from actors.waiting import Doing, wait_for, wait_for_end
+from actors.waiting import Doing, on_node, wait_for, wait_for_end
 from actors.watchdog import watched
 from rtpo_ray import algorithms
 from rtpo_ray.config import DATA_CPUS, Config
@@ -137,7 +137,7 @@ class CoordinatorActor:
         self._config, self._model_path, self._doing = config, model_path, Doing("waiting to be told to run")
 
     def __repr__(self) -> str:
-        return f"Coordinator({self._config.algorithm.name}, {self._config.run.name})"
+        return f"Coordinator({self._config.algorithm.name}, {self._config.run.name}{on_node()})"
 
     def run(self, folder: str, reason: str) -> Iterator[Event]:
         """The events of the whole run, or of the rest of it."""
@@ -159,7 +159,7 @@ class EvaluatorActor(CoordinatorActor):
     """The same for an evaluation alone, by generators that keep the weights that they loaded."""
 
     def __repr__(self) -> str:
-        return f"Evaluator({self._config.environment.path or self._config.environment.name})"
+        return f"Evaluator({self._config.environment.path or self._config.environment.name}{on_node()})"
 
     def event(self) -> Event:
         quiet_ray_data()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import ray
 
+from actors.waiting import on_node
 from pipelines.collect import Ask
 from pipelines.rows import groups_to_table, rollouts_to_table, table_to_tasks
 from rtpo_ray.engines.base import Engine
@@ -51,15 +52,18 @@ class Generator:
         self._engine = asyncio.run_coroutine_threadsafe(_call(make_engine), self._loop).result()
 
     def __repr__(self) -> str:
-        return f"Generator({getattr(self, '_name', 'starting')})"  # Ray asks also when __init__ failed
+        return f"Generator({getattr(self, '_name', 'starting')}{on_node()})"  # Ray asks also when __init__ failed
 
     async def ready(self) -> str:
         """Answers once the engine is up: the id of the node that it runs on."""
         return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
-    async def alive(self) -> None:
-        """Answers when the episode loop does. Raises EngineError when the engine has failed for good: it would fail all that it is given."""
+    async def alive(self) -> float:
+        """Answers when the episode loop does: the seconds that it took to. Raises EngineError when the engine has failed for good: it would
+        fail all that it is given."""
+        asked = time.perf_counter()
         await self._run(_call(self._engine.check))
+        return time.perf_counter() - asked
 
     async def episodes(self, tasks: pa.Table, ask: Ask) -> pa.Table:
         """TASKS rows to ROLLOUTS rows, `ask.count` episodes a task."""

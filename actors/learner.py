@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import ray
 
+from actors.waiting import on_node
 from pipelines.counts import StageCounts, count_stage
 from pipelines.credit import samples_to_train
 from rtpo_ray.algorithms.base import Objective
@@ -42,7 +43,7 @@ class LearnerRank:
         self._samples: list[Sample] = []
 
     def __repr__(self) -> str:
-        return f"LearnerRank({self._rank} of {self._world_size})"
+        return f"LearnerRank({self._rank} of {self._world_size}{on_node()})"
 
     def rendezvous(self) -> str:
         """Where rank 0 can be met, as an init method of torch.distributed."""

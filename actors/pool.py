@@ -24,6 +24,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from actors.telemetry import PoolTelemetry
+from actors.waiting import on_node
 from rtpo_ray.errors import NoGenerators
 
 
@@ -48,6 +49,7 @@ class Member:
     reason: str = ""  # why it is gone
     asked: asyncio.Task[None] | None = None  # whether it is alive
     silent: float = 0.0  # seconds of looking without an answer
+    lag: float = 0.0  # seconds that its episode loop took to answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +90,14 @@ class GeneratorPool:
         self._changed = asyncio.Condition()
         self._born = 0
         self._waiting = 0  # leases asked for and not granted
+        self._lag = 0.0  # seconds by which the pool's own loop was late
         self._busy_since: float | None = None
         self._busy = 0.0
         self._retired: dict[str, str] = {}  # since the last take_retired
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
-        return "GeneratorPool"
+        return f"GeneratorPool({self._limits.least} to {self._limits.most}{on_node()})"
 
     # --- who there is
 
@@ -220,7 +223,7 @@ class GeneratorPool:
     async def status(self) -> dict[str, dict[str, Any]]:
         """State, version, load, node and reason by name."""
         return {m.name: {"state": m.state.value, "version": m.version, "leases": m.leases, "rollouts": m.rollouts, "node": m.node,
-                         "reason": m.reason} for m in self._members.values()}
+                         "lag": m.lag, "reason": m.reason} for m in self._members.values()}
 
     async def queue_depth(self) -> int:
         """Leases that wait for room."""
@@ -232,7 +235,9 @@ class GeneratorPool:
         """Every `period` seconds: who answers, and whose node is about to go. Runs until the pool ends."""
         while True:
             await self.look(period)
+            due = time.monotonic() + period
             await asyncio.sleep(period)
+            self._lag = time.monotonic() - due
 
     async def look(self, period: float) -> None:
         """One round of `watch`."""
@@ -248,7 +253,8 @@ class GeneratorPool:
         await self._notify()
         if self._telemetry is not None:
             members = {m.name: (m.state.value, m.version) for m in self._members.values()}
-            self._telemetry.observe([state.value for state in Membership], members, self._waiting)
+            lags = {"rtpo-generator-pool": self._lag, **{m.name: m.lag for m in self._alive()}}
+            self._telemetry.observe([state.value for state in Membership], members, self._waiting, lags)
 
     async def _ask(self, member: Member, period: float) -> None:
         """Whether `member` answers: ask, or judge how long it has not. Rounds are counted, not time: a pool that stood still blames nobody."""
@@ -265,7 +271,7 @@ class GeneratorPool:
 
     async def _answers(self, member: Member) -> None:
         try:
-            await member.generator.alive.remote()
+            member.lag = await member.generator.alive.remote()
         except RayError as error:
             reason = str(getattr(error, "cause", None) or error).strip().splitlines()[0]
             await self.report(member.name, ("died: " if isinstance(error, RayActorError) else "broken: ") + reason)

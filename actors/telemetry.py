@@ -26,6 +26,7 @@ TOKENS = "rtpo_generated_tokens"
 LOST = "rtpo_lost_rollouts"
 RESUMED = "rtpo_resumed"
 GENERATORS, VERSIONS, QUEUE = "rtpo_generators", "rtpo_generator_weight_version", "rtpo_queue_depth"
+LAG = "rtpo_loop_lag_seconds"
 
 
 class RunTelemetry:
@@ -69,12 +70,15 @@ class PoolTelemetry:
         self._generators = Gauge(GENERATORS, "generators by state", ("run", "state"))
         self._versions = Gauge(VERSIONS, "weight version by generator, -1 before its first and when it is gone", ("run", "generator"))
         self._queue = Gauge(QUEUE, "blocks that wait for a generator with room", ("run",))
+        self._lag = Gauge(LAG, "seconds by which an event loop was late when it was last looked at", ("run", "component"))
 
-    def observe(self, states: list[str], members: dict[str, tuple[str, int]], waiting: int) -> None:
-        """`states`: all there are; `members`: (state, weight version) by name."""
+    def observe(self, states: list[str], members: dict[str, tuple[str, int]], waiting: int, lags: dict[str, float]) -> None:
+        """`states`: all there are; `members`: (state, weight version) by name; `lags`: seconds by component."""
         found = Tally(state for state, _ in members.values())
         for state in states:
             self._generators.set(found[state], {"run": self._run, "state": state})
         for name, (state, version) in members.items():
             self._versions.set(-1 if state == "gone" else version, {"run": self._run, "generator": name})
         self._queue.set(waiting, {"run": self._run})
+        for component, seconds in lags.items():
+            self._lag.set(seconds, {"run": self._run, "component": component})

@@ -26,6 +26,11 @@ class Doing:
         return time.monotonic() - self._since
 
 
+def on_node() -> str:
+    """ " on ADDRESS" for the name that an actor shows of itself; nothing without Ray."""
+    return f" on {ray.util.get_node_ip_address()}" if ray.is_initialized() else ""
+
+
 def wait_for(refs: Any, seconds: float, what: str) -> Any:
     """`ray.get` of one reference or a list. Raises DeadlineExceeded that names `what`, or what the remote work raised."""
     try:

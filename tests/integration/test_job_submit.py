@@ -125,8 +125,8 @@ def test_a_job_is_submitted_watched_stopped_and_goes_on_when_submitted_again(das
     wait_until(begun, 200, "the first sweep of the job")
     code, output = rtpo(clean_copy, "status", "--address", address, str(folder))
     assert code == 0 and "sweep 2 under way" in output, output
-    for name in ("Coordinator(rtpo, job)", "rtpo-generator-pool", "Generator(rtpo-generator-0)", "Generator(rtpo-generator-1)",
-                 "LearnerRank(0 of 1)"):
+    for name in ("Coordinator(rtpo, job on 127.0.0.1)", "GeneratorPool(2 to 2 on 127.0.0.1)", "Generator(rtpo-generator-0 on 127.0.0.1)",
+                 "Generator(rtpo-generator-1 on 127.0.0.1)", "LearnerRank(0 of 1 on 127.0.0.1)"):
         assert name in output, output
     for expected in (r'ray_rtpo_success\{[^}]*kind="stage"[^}]*run="job"[^}]*turn="0"', r"ray_rtpo_generated_tokens_total\{[^}]*\} [1-9]",
                      r'ray_rtpo_generators\{[^}]*run="job"[^}]*state="serving"[^}]*\} 2\.0',

@@ -177,7 +177,7 @@ def test_a_probe_samples_with_its_own_seed_and_stops_nowhere(generator, monkeypa
     assert completion.token_ids == (chat("chatml").tokenizer.eos_token_id, 7)
     (_, sampling), = engine.requests
     assert (sampling.seed, sampling.max_tokens, sampling.stop_token_ids, sampling.temperature) == (17, 2, (), 0.9)
-    assert asyncio.run(made.ready()) == "" and asyncio.run(made.alive()) is None and repr(made) == "Generator(g)"
+    assert asyncio.run(made.ready()) == "" and 0 <= asyncio.run(made.alive()) < 5 and repr(made) == "Generator(g)"
 
 
 def test_an_engine_that_does_not_start_says_so():

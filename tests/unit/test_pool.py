@@ -397,3 +397,17 @@ def test_one_whose_node_goes_finishes_what_it_has_and_is_replaced_at_once(killed
         assert killed == [name(0), name(1), name(2)]  # idle: at once
 
     asyncio.run(scenario())
+
+
+def test_how_late_a_generators_loop_is_can_be_seen(killed):
+    async def late():
+        return 0.25
+
+    async def scenario():
+        pool = await serving(2)
+        (await pool.members())[1].generator.life = late
+        await pool.look(5.0)
+        await settle()
+        return (await pool.status())[name(1)]["lag"]
+
+    assert asyncio.run(scenario()) == 0.25

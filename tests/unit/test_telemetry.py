@@ -56,7 +56,8 @@ def test_events_become_metrics_by_run_and_turn(kept):
 
 def test_the_pool_shows_every_state_also_the_empty_ones(kept):
     shown = telemetry.PoolTelemetry("r")
-    shown.observe(["starting", "serving", "gone"], {"g0": ("serving", 4), "g1": ("serving", 3), "g2": ("gone", 2)}, 5)
+    shown.observe(["starting", "serving", "gone"], {"g0": ("serving", 4), "g1": ("serving", 3), "g2": ("gone", 2)}, 5, {"pool": 0.5})
+    assert kept["rtpo_loop_lag_seconds"].values == {("r", "pool"): 0.5}
     assert kept["rtpo_generators"].values == {("r", "starting"): 0, ("r", "serving"): 2, ("r", "gone"): 1}
     assert kept["rtpo_generator_weight_version"].values == {("r", "g0"): 4, ("r", "g1"): 3, ("r", "g2"): -1}
     assert kept["rtpo_queue_depth"].values == {("r",): 5}
