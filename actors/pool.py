@@ -223,7 +223,7 @@ class GeneratorPool:
     async def status(self) -> dict[str, dict[str, Any]]:
         """State, version, load, node and reason by name."""
         return {m.name: {"state": m.state.value, "version": m.version, "leases": m.leases, "rollouts": m.rollouts, "node": m.node,
-                         "lag": m.lag, "reason": m.reason} for m in self._members.values()}
+                         "reason": m.reason, "lag": m.lag} for m in self._members.values()}
 
     async def queue_depth(self) -> int:
         """Leases that wait for room."""

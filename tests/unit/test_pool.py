@@ -150,7 +150,7 @@ def test_a_reported_member_is_gone_for_good_and_replaced_at_once(killed):
         await pool.release(name(0), 10)  # its lease ends late
         await pool.serve(name(0), 0)  # and so does its push
         gone = (await pool.status())[name(0)]
-        assert gone == {"state": "gone", "version": 0, "leases": 0, "rollouts": 0, "node": "here", "reason": "died"}
+        assert gone == {"state": "gone", "version": 0, "leases": 0, "rollouts": 0, "node": "here", "reason": "died", "lag": 0.0}
         assert [lease.member for lease in await pool.members()] == [name(1)] and await pool.joining(5) == [name(2)]
         assert await pool.fill(0) == [name(2)]
         assert [lease.member for lease in await pool.members()] == [name(1), name(2)]
