@@ -69,6 +69,9 @@ class PoolLimits:
     lost_after: float = 120.0  # without an answer, a member is killed; after a quarter of it, it gets nothing new
 
 
+STILLBORN = 3  # generators lost with their nodes before they were up that are replaced at once; further ones when the next stage begins
+
+
 def generators_wanted(rollouts: int, each: int, least: int, most: int) -> int:
     """How many generators a stage of so many rollouts deserves, when one samples `each` at once."""
     return max(least, min(most, math.ceil(rollouts / each)))
@@ -89,6 +92,7 @@ class GeneratorPool:
         self._members: dict[str, Member] = {}
         self._changed = asyncio.Condition()
         self._born = 0
+        self._stillborn = 0  # lost with their nodes before they were up, since the last stage began
         self._waiting = 0  # leases asked for and not granted
         self._lag = 0.0  # seconds by which the pool's own loop was late
         self._busy_since: float | None = None
@@ -108,6 +112,7 @@ class GeneratorPool:
             member.leases = member.rollouts = 0
             if member.state is Membership.LEAVING:
                 await self._end(member, member.reason)
+        self._stillborn = 0
         wanted = generators_wanted(rollouts, self._limits.each, self._limits.least, self._limits.most)
         self._wanted = wanted if release else max(wanted, self._wanted)
         self._spawn_missing()
@@ -291,6 +296,9 @@ class GeneratorPool:
             member.node = await asyncio.wait_for(member.generator.ready.remote(), self._limits.start_timeout)
         except (RayError, TimeoutError) as error:
             await self.report(member.name, f"did not start: {type(error).__name__}: {error}")
+            if isinstance(error, RayActorError) and not error.actor_init_failed and self._stillborn < STILLBORN:
+                self._stillborn += 1  # it was lost with its node, not by a fault of its own
+                self._spawn_missing()
             return
         if member.state is Membership.STARTING:
             member.state = Membership.JOINING

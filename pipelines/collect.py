@@ -24,6 +24,7 @@ import ray
 import ray.data
 from pyarrow import feather
 from ray.exceptions import GetTimeoutError, RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipelines.branching import assemble, requests
 from pipelines.counts import EpisodeCounts, count_episodes
@@ -48,6 +49,12 @@ class Collection:
     retries: int
     deadline: float  # time.time() after which the step gives up
     concurrency: int = 4  # blocks that wait for a generator or are sampled at once; each is a process
+    home: str = ""  # id of the node on which all of this runs and what it makes stays; empty: any
+
+    def task(self) -> dict[str, Any]:
+        """How Ray Data runs a step: without a CPU, since it mostly waits."""
+        strategy = {"scheduling_strategy": NodeAffinitySchedulingStrategy(self.home, soft=True)} if self.home else {}
+        return {"batch_format": "pyarrow", "batch_size": None, "zero_copy_batch": True, "num_cpus": 0, **strategy}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +70,8 @@ class Ask:
 def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Collection, blocks: int) -> ray.data.MaterializedDataset:
     """Whole episodes of every task (ROLLOUTS rows), left in the object store."""
     at_once = min(collection.concurrency, blocks, max(1, len(tasks)))  # Ray Data warns of more than there are blocks
-    rollouts = dataset(tasks, blocks).map_batches(_sample_tasks, fn_kwargs={"ask": ask, "collection": collection}, concurrency=at_once, **_TASK)
+    rollouts = dataset(tasks, blocks).map_batches(_sample_tasks, fn_kwargs={"ask": ask, "collection": collection}, concurrency=at_once,
+                                                  **collection.task())
     rollouts.set_name(name)
     return rollouts.materialize()
 
@@ -71,10 +79,10 @@ def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Col
 def stage_samples(trunks: ray.data.MaterializedDataset, stage: Stage, method: AlgorithmConfig, ask: Ask, collection: Collection) -> Iterator[Block]:
     """Blocks of SAMPLES rows of one stage, each as soon as its groups are complete. `method` is built again where it is needed."""
     grow = {"stage": stage, "method": method, "ask": ask, "collection": collection}
-    at_once = max(1, min(collection.concurrency, trunks.num_blocks()))
+    options = {"concurrency": max(1, min(collection.concurrency, trunks.num_blocks())), **collection.task()}
     samples = (trunks
-               .map_batches(_groups, fn_kwargs=grow, concurrency=at_once, **_TASK)
-               .map_batches(_samples, fn_kwargs={"method": method}, concurrency=at_once, **_TASK))
+               .map_batches(_groups, fn_kwargs=grow, **options)
+               .map_batches(_samples, fn_kwargs={"method": method}, **options))
     samples.set_name("stage")
     return itertools.chain.from_iterable(bundle.block_refs for bundle in samples.iter_internal_ref_bundles())
 
@@ -107,9 +115,6 @@ def _count(rollouts: pa.Table, keep: Path | None) -> EpisodeCounts:
 
 def _read(file: Path) -> pa.Table:
     return feather.read_table(file)
-
-
-_TASK: dict[str, Any] = {"batch_format": "pyarrow", "batch_size": None, "zero_copy_batch": True, "num_cpus": 0}
 
 
 def _sample_tasks(tasks: pa.Table, *, ask: Ask, collection: Collection) -> pa.Table:

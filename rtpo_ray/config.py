@@ -124,7 +124,8 @@ class GeneratorConfig:
                             above=0)
     cpus: float = opt(0.5, "logical CPUs each", least=0)
     gpus: float = opt(0.0, "GPUs each", least=0)
-    resource: str = opt("", "custom resource of the nodes that may hold engines, 1 of it each; empty: any node")
+    resource: str = opt("", "custom resource of the nodes that may hold engines, 1 of it each; Ray Data then stays on the coordinator's node; "
+                        "empty: any node")
     threads: int = opt(1, "compute threads each on CPUs", least=1)
     max_num_seqs: int = opt(256, "responses sampled at once by one engine", least=1)
     max_model_len: int = opt(512, "tokens of context and response", least=8)

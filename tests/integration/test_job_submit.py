@@ -1,21 +1,19 @@
 """`ray job submit` from a clean directory to a cluster that does not know the project."""
 
 import json
-import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
 
-import psutil
 import pytest
+import ray
+from heads import Head, environment
 from ray.job_submission import JobSubmissionClient
-from running import SMALL, alive, wait_for_end, wait_until
+from running import SMALL, wait_until
 from transformers import AutoModelForCausalLM
 
 from rtpo_ray.ledger import Ledger
@@ -23,55 +21,11 @@ from rtpo_ray.ledger import Ledger
 ROOT = Path(__file__).parents[2]
 
 
-def environment():
-    """Without PYTHONPATH: workers must find the project in the job's working directory."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RAY_ADDRESS")}
-    return {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "RAY_AUTH_MODE": "disabled"}
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-def answers(url):
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return response.status == 200
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
-
-
 @pytest.fixture(scope="module")
-def dashboard(tmp_path_factory):
-    """(address of the dashboard, temporary folder) of a head node of our own, which ends by its own process id."""
-    port, client, agent, web = free_ports(4)
-    scratch = Path(tempfile.mkdtemp(prefix="rtpo-head-", dir="/tmp"))  # short: Ray puts sockets under it
-    log = tmp_path_factory.mktemp("head") / "log"
-    command = ["ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", f"--ray-client-server-port={client}",
-               f"--dashboard-agent-listen-port={agent}", f"--dashboard-port={web}", "--dashboard-host=127.0.0.1", "--include-dashboard=true",
-               f"--temp-dir={scratch}", "--num-cpus=4", f"--object-store-memory={256 << 20}", "--disable-usage-stats"]
-    with log.open("w") as output:
-        head = subprocess.Popen(command, env=environment(), cwd=scratch, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    address = f"http://127.0.0.1:{web}"
-    try:
-        wait_until(lambda: head.poll() is not None or answers(f"{address}/api/version"), 90, f"the dashboard at {address}")
-        assert head.poll() is None, log.read_text()
-        yield address, scratch
-    finally:
-        family = psutil.Process(head.pid).children(recursive=True) if head.poll() is None else []
-        head.kill()  # asked to end, it takes half a minute
-        for one in family:
-            if alive(one):
-                one.kill()
-        head.wait(60)
-        wait_for_end(family, 10)
-        shutil.rmtree(scratch, ignore_errors=True)
+def dashboard():
+    """(address of the dashboard, temporary folder) of a head node of our own."""
+    with Head() as head:
+        yield head.dashboard, head.scratch
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +79,9 @@ def test_a_job_is_submitted_watched_stopped_and_goes_on_when_submitted_again(das
     wait_until(begun, 200, "the first sweep of the job")
     code, output = rtpo(clean_copy, "status", "--address", address, str(folder))
     assert code == 0 and "sweep 2 under way" in output, output
-    for name in ("Coordinator(rtpo, job on 127.0.0.1)", "GeneratorPool(2 to 2 on 127.0.0.1)", "Generator(rtpo-generator-0 on 127.0.0.1)",
-                 "Generator(rtpo-generator-1 on 127.0.0.1)", "LearnerRank(0 of 1 on 127.0.0.1)"):
-        assert name in output, output
+    for shown in ("Coordinator(rtpo, job on {})", "GeneratorPool(2 to 2 on {})", "Generator(rtpo-generator-0 on {})",
+                  "Generator(rtpo-generator-1 on {})", "LearnerRank(0 of 1 on {})"):
+        assert shown.format(ray.util.get_node_ip_address()) in output, output
     for expected in (r'ray_rtpo_success\{[^}]*kind="stage"[^}]*run="job"[^}]*turn="0"', r"ray_rtpo_generated_tokens_total\{[^}]*\} [1-9]",
                      r'ray_rtpo_generators\{[^}]*run="job"[^}]*state="serving"[^}]*\} 2\.0',
                      r'ray_rtpo_generator_weight_version\{[^}]*generator="rtpo-generator-1"[^}]*\} [1-9]'):

@@ -45,7 +45,11 @@ async def elsewhere():
 
 
 async def bad():
-    raise RayActorError(error_msg="no kernel for this CPU")
+    raise RayActorError(error_msg="no kernel for this CPU", actor_init_failed=True)
+
+
+async def stillborn():
+    raise RayActorError(error_msg="its node has died")
 
 
 async def never():
@@ -184,6 +188,19 @@ def test_one_that_does_not_start_is_left_out_with_its_reason(killed):
 
     asyncio.run(scenario())
     assert killed == [name(1), name(2)]
+
+
+def test_one_that_is_lost_with_its_node_before_it_is_up_is_replaced_at_once_but_not_for_ever(killed):
+    async def scenario():
+        pool = make(2, [stillborn, good, stillborn, good, stillborn, stillborn, stillborn, good])
+        assert await pool.fill(0, 2) == [name(1), name(3)]
+        await pool.report(name(1), "died")
+        await settle()
+        assert [m for m, entry in (await pool.status()).items() if entry["state"] != "gone"] == [name(3)]  # 0, 2 and 4 were replaced, 5 was not
+        assert await pool.resize(1000, False) == 2
+        assert await pool.fill(0, 2) == [name(3), name(7)]  # the next stage tries again: 6 is lost as well
+
+    asyncio.run(scenario())
 
 
 def test_no_generator_at_all_is_an_error_with_every_reason(killed):
