@@ -57,7 +57,7 @@ class LearnerGang:
             raise DeadlineExceeded(f"the placement of the learner ranks was not granted again within cluster.start_timeout ({start:g} s)")
         self.ranks = [self._spawn(rank) for rank in range(learner.ranks)]
         where = wait_for(self.ranks[0].rendezvous.remote(), start, "learner rank 0 to start")
-        wait_for([rank.setup.remote(where) for rank in self.ranks], start, "the learner ranks to load the model")
+        wait_for([rank.setup.remote(*where) for rank in self.ranks], start, "the learner ranks to load the model")
         self._next = itertools.cycle(self.ranks)
         self.generation += 1
 

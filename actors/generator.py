@@ -83,11 +83,14 @@ class Generator:
 
     async def join_channel(self, name: str, rank: int, world_size: int, host: str, port: int, device: str, timeout: float, bucket_bytes: int) -> None:
         """Become receiver `rank` of the weight channel `name`; returns when every rank is there."""
+        from rtpo_ray.network import use_interface_of
         from rtpo_ray.weights.channel import WeightChannel  # imports torch, which a process that only holds a handle does not need
 
         def join() -> None:
             if self._channel is not None:
                 self._channel.close()
+            if ray.is_initialized():
+                use_interface_of(ray.util.get_node_ip_address())
             self._channel = WeightChannel(name, rank, world_size, host, port, device, timeout, bucket_bytes)
         await self._run(_call(join))
 

@@ -5,7 +5,6 @@ torch is imported where it is used: whoever merely holds a handle of this actor 
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -45,17 +44,22 @@ class LearnerRank:
     def __repr__(self) -> str:
         return f"LearnerRank({self._rank} of {self._world_size}{on_node()})"
 
-    def rendezvous(self) -> str:
-        """Where rank 0 can be met, as an init method of torch.distributed."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+    def rendezvous(self) -> tuple[str, int]:
+        """Rank 0: where the ranks meet, and receivers of weights later: address and port of a store."""
+        from rtpo_ray.network import open_store
 
-    def setup(self, init_method: str) -> int:
-        """Join the gang and load this rank's shard of the model; returns the rank."""
+        host = ray.util.get_node_ip_address()
+        if self._store is None:
+            self._store = open_store(host, max(self._config.timeout, self._weights.timeout))
+        return host, self._store.port
+
+    def setup(self, host: str, port: int) -> int:
+        """Join the gang at rank 0's rendezvous and load this rank's shard of the model; returns the rank."""
+        from rtpo_ray.network import join_store, use_interface_of
         from rtpo_ray.policy.learner import Learner, init_distributed
 
-        init_distributed(self._rank, self._world_size, init_method, self._device, self._config.timeout)
+        use_interface_of(ray.util.get_node_ip_address())
+        init_distributed(self._rank, self._world_size, join_store(host, port, self._config.timeout), self._device, self._config.timeout)
         self._learner = Learner(
             self._model_path, self._config, objective=self._objective, dtype=self._dtype, temperature=self._temperature, device=self._device)
         return self._rank
@@ -74,22 +78,13 @@ class LearnerRank:
         """Log-probabilities [T] of each response at the sampling temperature. Collective."""
         return self.learner.score(sequences)
 
-    def open_channel(self) -> tuple[str, int]:
-        """Rank 0: where receivers find the store of the weight channels."""
-        from rtpo_ray.weights.channel import open_store
-
-        host = ray.util.get_node_ip_address()
-        if self._store is None:
-            self._store = open_store(host, 0, self._weights.timeout)
-        return host, self._store.port
-
     def join_channel(self, name: str, world_size: int) -> None:
         """Rank 0: become the sender of a new channel; returns when every receiver is there."""
         from rtpo_ray.weights.channel import WeightChannel
 
         if self._channel is not None:
             self._channel.close()
-        host, port = self.open_channel()
+        host, port = self.rendezvous()
         self._channel = WeightChannel(name, 0, world_size, host, port, self._device, self._weights.timeout, self._weights.bucket_mb << 20)
 
     def send_weights(self, version: int) -> tuple[str, float]:

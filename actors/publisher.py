@@ -162,7 +162,7 @@ class WeightPublisher:
         _, failed = self._collect({member: generator.ready.remote() for member, generator in members.items()})
         if failed:
             return failed  # the dead are known before anyone waits for them
-        host, port = self._ask_sender(self._gang.ranks[0].open_channel.remote())
+        host, port = self._ask_sender(self._gang.ranks[0].rendezvous.remote())
         joining = {
             member: generator.join_channel.remote(
                 name, index + 1, world_size, host, port, self._device, self._config.timeout, self._config.bucket_mb << 20)

@@ -24,6 +24,7 @@ from rtpo_ray.algorithms.base import Algorithm
 from rtpo_ray.errors import ConfigError
 from rtpo_ray.options import PLAIN, complaint, opt
 from rtpo_ray.plugins import source_of
+from rtpo_ray.secrets import named
 
 # What a resumed run may change: where and how it computes, how long and how often it reports, and nothing that decides what it learns.
 FREE = ("run.name", "run.root", "run.resume", "run.experiment", "run.sweeps", "run.tokens", "run.eval_every", "run.eval_every_tokens",
@@ -90,7 +91,8 @@ class WarmStartConfig:
 class EnvironmentConfig:
     name: str = opt("lookup", "which environment", choices=tuple(environments.REGISTRY))
     path: str = opt("", "file.py:Class of one of your own, which then stands for name")
-    args: dict[str, Any] = field(default_factory=dict, metadata={"doc": "arguments of the environment's constructor"})
+    args: dict[str, Any] = field(default_factory=dict, metadata={"doc": "arguments of the environment's constructor; env:NAME is what the "
+                                                                     "environment variable NAME holds, for secrets"})
     max_turns: int = opt(3, "K: turns an episode may take", least=1, why="an episode has at least one turn")
     context: str = opt("append", "psi, how c_k is built", choices=("append", "template", "window", "summary"))
     window: int = opt(1, "turns that context=window keeps beside the task", least=1)
@@ -205,6 +207,7 @@ def load_layers(layers: Sequence[tuple[str, DictConfig]], *, learn: bool = True)
     """Defaults, then every layer (origin for messages, content) in order. Raises ConfigError."""
     schema = OmegaConf.structured(Config)
     for origin, layer in layers:
+        _refuse_revealed(layer, origin)
         _refuse_unknown(layer, Config, "", origin)
         try:
             schema = OmegaConf.merge(schema, layer)
@@ -304,6 +307,13 @@ def _parse_override(override: str) -> DictConfig:
         raise ConfigError(f"override {override!r}: not readable: {error}") from error
 
 
+def _refuse_revealed(layer: DictConfig, origin: str) -> None:
+    """OmegaConf would put what the variable holds into the configuration, which is written down."""
+    if "${oc.env:" in OmegaConf.to_yaml(layer, resolve=False):
+        raise ConfigError(f"{origin}: ${{oc.env:...}} would write the variable's value into config.yaml; name a secret as env:NAME in "
+                          "environment.args, and give other fields their value")
+
+
 def _refuse_unknown(layer: DictConfig, schema: Any, prefix: str, origin: str) -> None:
     valid = {spec.name: spec for spec in dataclasses.fields(schema)}
     for key in layer:
@@ -334,7 +344,7 @@ def _explain(error: Exception, layer: DictConfig, origin: str) -> str:
 def _check_together(config: Config) -> None:
     """Fields that exclude each other."""
     environment, sampling, generators = config.environment, config.sampling, config.generators
-    _check_environment_args(environment)
+    _check_environment_args(environment, here=not config.cluster.address)
     _check_algorithm(config)
     if not config.run.name.isprintable() or not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
         raise ConfigError(f"field run.name is {config.run.name!r}; expected a plain folder name")
@@ -391,8 +401,8 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(f"field algorithm.name is {name!r}: {kind}{error}") from error
 
 
-def _check_environment_args(environment: EnvironmentConfig) -> None:
-    """Build the environment once: its constructor knows what is valid."""
+def _check_environment_args(environment: EnvironmentConfig, here: bool) -> None:
+    """Build the environment once: its constructor knows what is valid. `here`: whether it will run on this machine, with its secrets."""
     name = environment.path or environment.name
     try:
         cls = environments.find(environment)
@@ -405,8 +415,10 @@ def _check_environment_args(environment: EnvironmentConfig) -> None:
         hint = str(parameters[key].annotation)
         if hint in PLAIN and type(value) not in PLAIN[hint]:
             raise ConfigError(f"field environment.args.{key} is {value!r}; expected {hint}")
+    if not here and any(variable not in os.environ for variable in named(dict(environment.args))):
+        return
     try:
-        built = cls(**environment.args)
+        built = environments.build(environment)
         built.check(environment.max_turns)
     except Exception as error:  # a user's constructor may raise anything; the cause is chained
         kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "

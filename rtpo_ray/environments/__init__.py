@@ -8,6 +8,7 @@ from rtpo_ray.environments.base import Environment
 from rtpo_ray.environments.guess import Guess
 from rtpo_ray.environments.lookup import Lookup
 from rtpo_ray.plugins import load_class
+from rtpo_ray.secrets import reveal
 
 if TYPE_CHECKING:
     from rtpo_ray.config import EnvironmentConfig
@@ -16,8 +17,8 @@ REGISTRY: dict[str, type[Environment]] = {"lookup": Lookup, "guess": Guess}
 
 
 def build(config: EnvironmentConfig) -> Environment:
-    """A fresh environment with the arguments of the config."""
-    return find(config)(**config.args)
+    """A fresh environment with the arguments of the config, secrets revealed."""
+    return find(config)(**reveal(dict(config.args)))
 
 
 def find(config: EnvironmentConfig) -> type[Environment]:

@@ -43,14 +43,16 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def init_distributed(rank: int, world_size: int, init_method: str, device: torch.device | str, timeout_seconds: float) -> None:
-    """Initialise the default process group: nccl on GPUs, gloo on CPUs. Collective over the ranks."""
+def init_distributed(rank: int, world_size: int, meet: str | dist.Store, device: torch.device | str, timeout_seconds: float) -> None:
+    """Initialise the default process group: nccl on GPUs, gloo on CPUs. Collective over the ranks, which meet over a store or an
+    init method such as a file://."""
     device = torch.device(device)
     timeout = timedelta(seconds=timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # a Ray actor sees only its own GPU, as number 0
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    how: dict[str, Any] = {"init_method": meet} if isinstance(meet, str) else {"store": meet}
+    dist.init_process_group(backend, **how, rank=rank, world_size=world_size, timeout=timeout)
 
 
 class Learner:

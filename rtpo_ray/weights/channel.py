@@ -1,7 +1,7 @@
 """The weight channel: one sender broadcasts a whole model to its receivers, in a process group of its own.
 
     sender (learner rank 0)                           receivers (one a generator)
-    store = open_store(host, 0, timeout)  -- port --> WeightChannel(name, rank, world, host, port, ...)
+    store = open_store(host, timeout)  -- port --> WeightChannel(name, rank, world, host, port, ...)
     channel.send(version, specs, tensors) -- header, then buckets of bytes --> incoming = channel.receive()
                                                                                for name, tensor in incoming.tensors(): ...
     waits for every receiver's hash       <-- hash through the store --------- the last tensor was taken
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rtpo_ray.errors import WeightSyncError
+from rtpo_ray.network import join_store
 
 SENDER = 0
 
@@ -147,17 +148,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def open_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
-    """Serve the store through which channels meet; port 0 takes a free one (read `.port`). Keep the result alive.
-
-    `host` is the address by which the receivers reach this machine.
-    """
-    try:
-        return dist.TCPStore(host, port, None, is_master=True, timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False)
-    except RuntimeError as error:
-        raise WeightSyncError(f"weight store at {host}:{port} could not be opened: {error}") from error
-
-
 class WeightChannel:
     """One end of a channel. Rank 0 sends; ranks 1 .. world_size - 1 receive. World size 1 is a sender without receivers.
 
@@ -266,8 +256,7 @@ class WeightChannel:
         self._broken = ""
 
     def _connect(self, host: str, port: int) -> dist.Store:
-        store = dist.TCPStore(host, port, None, is_master=False, timeout=self._timeout, wait_for_workers=False)
-        return dist.PrefixStore(self.name, store)
+        return dist.PrefixStore(self.name, join_store(host, port, self._timeout.total_seconds()))
 
     def _open_group(self) -> Any:
         store = dist.PrefixStore("group", self._store)

@@ -27,10 +27,11 @@ import torch.distributed as dist  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from rtpo_ray.algorithms.base import Objective
+from rtpo_ray.network import open_store  # noqa: E402
 from rtpo_ray.policy import modeling  # noqa: E402
 from rtpo_ray.policy.learner import Learner, init_distributed  # noqa: E402
 from rtpo_ray.types import Sample, UpdateResult, context_hash  # noqa: E402
-from rtpo_ray.weights.channel import WeightChannel, WeightsHash, open_store  # noqa: E402
+from rtpo_ray.weights.channel import WeightChannel, WeightsHash  # noqa: E402
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, by a part of the device's name
 SMALL: dict[str, Any] = dict(
@@ -124,7 +125,7 @@ def check_channel(folder: Path, device: str, shape: dict[str, Any] = SMALL) -> N
     path = make_model(folder, shape, "cpu")
     with one_rank(device):
         learner = make_learner(path, learner_config(), "bfloat16", device)
-        store = open_store("127.0.0.1", 0, 30.0)
+        store = open_store("127.0.0.1", 30.0)
         channel = WeightChannel("gpu-test", 0, 1, "127.0.0.1", store.port, device, 60.0, 100_000)
         on_cpu = WeightsHash()
         for name, value in learner.full_parameters():

@@ -112,7 +112,7 @@ class Head:
     def add_node(self, resources, cpus=1):
         """A further node, as a process group that `kill_node` ends at once."""
         command = [BIN / "ray", "start", "--block", f"--address={self.address}", f"--num-cpus={cpus}", f"--resources={json.dumps(resources)}",
-                   f"--object-store-memory={128 << 20}", "--disable-usage-stats"]
+                   f"--object-store-memory={128 << 20}", "--disable-usage-stats", f"--dashboard-agent-listen-port={free_ports(1)[0]}"]
         with (self.scratch / f"node-{len(self._nodes)}").open("w") as output:
             node = subprocess.Popen(command, env=self.environment, cwd=self.scratch, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         self._nodes.append(node)

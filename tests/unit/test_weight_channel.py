@@ -9,7 +9,8 @@ from gloo import run_ranks, tiny_model
 from transformers import AutoModelForCausalLM
 
 from rtpo_ray.errors import WeightSyncError
-from rtpo_ray.weights.channel import TensorSpec, WeightChannel, WeightsHash, open_store, spec_of
+from rtpo_ray.network import open_store
+from rtpo_ray.weights.channel import TensorSpec, WeightChannel, WeightsHash, spec_of
 
 HOST = "127.0.0.1"
 
@@ -99,7 +100,7 @@ def deserted(rank, world, port, taken):
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 10**6])
 def test_receivers_get_equal_tensors_and_hash_twice(bucket_bytes):
-    store = open_store(HOST, 0, 10.0)
+    store = open_store(HOST, 10.0)
     sender, *receivers = run_ranks(3, transfer, store.port, bucket_bytes)
     assert receivers == [sender, sender]
     assert [version for version, _, _ in sender] == [1, 2]
@@ -107,7 +108,7 @@ def test_receivers_get_equal_tensors_and_hash_twice(bucket_bytes):
 
 
 def test_tied_bfloat16_model():
-    store = open_store(HOST, 0, 10.0)
+    store = open_store(HOST, 10.0)
     (digest, logits), *receivers = run_ranks(3, transfer_model, store.port, tiny_model())
     assert abs(logits).max() > 0.1
     for found, theirs in receivers:
@@ -117,7 +118,7 @@ def test_tied_bfloat16_model():
 
 def test_receiver_that_leaves_in_the_middle_is_noticed():
     """The broadcasts alone may succeed at the sender; it must fail all the same, read its tensors to the end, and refuse further use."""
-    store = open_store(HOST, 0, 10.0)
+    store = open_store(HOST, 10.0)
     start = time.monotonic()
     (sender, left), (receiver, _), (leaver, _) = run_ranks(3, deserted, store.port, 1)
     assert "rank 0 of 3: waited at most 2 s for a bucket of version 1" in sender and "receivers (ranks 1 to 2)" in sender
@@ -131,7 +132,7 @@ def test_receiver_that_leaves_in_the_middle_is_noticed():
 
 
 def test_absent_receiver_is_named_before_the_deadline():
-    store = open_store(HOST, 0, 5.0)
+    store = open_store(HOST, 5.0)
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match="early, rank 0 of 3: waited 0.3 s for ranks of the 3 to join; absent: rank 1, rank 2"):
         WeightChannel("early", 0, 3, HOST, store.port, "cpu", 0.3, 64)
@@ -139,7 +140,7 @@ def test_absent_receiver_is_named_before_the_deadline():
 
 
 def test_absent_sender_is_named_before_the_deadline():
-    store = open_store(HOST, 0, 5.0)
+    store = open_store(HOST, 5.0)
     port = store.port
     del store
     start = time.monotonic()
@@ -149,7 +150,7 @@ def test_absent_sender_is_named_before_the_deadline():
 
 
 def test_sender_alone():
-    store = open_store(HOST, 0, 5.0)
+    store = open_store(HOST, 5.0)
     channel = WeightChannel("alone", 0, 1, HOST, store.port, "cpu", 5.0, 64)
     tensors = odd_tensors(3)
     assert channel.send(3, specs_of(tensors), tensors.items()) == hash_of(*tensors.items())
@@ -167,7 +168,7 @@ def test_sender_alone():
     ([TensorSpec(name, (2,), "float32") for name in "abc"], r"next tensor is \('nothing'"),
 ])
 def test_tensors_that_are_not_what_was_announced(specs, message):
-    store = open_store(HOST, 0, 5.0)
+    store = open_store(HOST, 5.0)
     channel = WeightChannel("wrong", 0, 1, HOST, store.port, "cpu", 5.0, 64)
     with pytest.raises(WeightSyncError, match=message):
         channel.send(1, specs, iter([("a", torch.zeros(2)), ("b", torch.zeros(2))]))
