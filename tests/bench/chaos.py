@@ -35,6 +35,7 @@ from pyarrow import feather  # noqa: E402
 from ray.util.state import list_actors  # noqa: E402
 from running import RTPO, SMALL, Command, wait_until, warm_start  # noqa: E402
 
+SETTINGS = [*SMALL, "warm_start.steps=300", "learner.lr=5e-4"]  # a model that knows something, and learns
 RESULTS = Path(__file__).parent / "results"
 NODES = 3
 PATIENCE = 300.0  # seconds without a new step after which a run is given up
@@ -46,7 +47,7 @@ class Disturbed:
     def __init__(self, root: Path, name: str, model: str, overrides: list[str]) -> None:
         self.root, self.folder, self.faults = root, root / name, root / f"{name}-faults"
         self.faults.mkdir()
-        self.words = ["train", *SMALL, f"model.path={model}", f"environment.path={ROOT}/tests/integration/faulty.py:Faulty",
+        self.words = ["train", *SETTINGS, f"model.path={model}", f"environment.path={ROOT}/tests/integration/faulty.py:Faulty",
                       f"environment.args.faults={self.faults}", "environment.step_timeout=3", "generators.resource=generator", "generators.min=2",
                       "generators.max=3", "generators.lost_after=10", "generators.max_num_seqs=48", "weights.timeout=5", "cluster.lost_after=10",
                       "learner.ranks=2", "cluster.restarts=5", "run.resume=true", f"run.root={root}", f"run.name={name}", *overrides]
@@ -83,7 +84,7 @@ class Disturbed:
         stages = [event for event in self.events() if event["kind"] in ("stage", "sweep")]
         if stages and stages[-1]["kind"] == "stage" and stages[-1]["sweep"] not in self.tasks:
             files = sorted((self.folder / "trunks").glob(f"sweep-*{stages[-1]['sweep']}/*.arrow"))
-            self.tasks[stages[-1]["sweep"]] = [task for file in files for task in feather.read_table(file)["task_id"].to_pylist()]
+            self.tasks[stages[-1]["sweep"]] = sorted(task for file in files for task in feather.read_table(file)["task_id"].to_pylist())
 
     def wait_for(self, steps: int) -> bool:
         """Until so many steps are done; whether there is still something to disturb. A run that failed or stands still is an error."""
@@ -273,6 +274,8 @@ def stages(root: Path, model: str, seed: int) -> dict:
     return {"seed": seed, "killed": killed, "tasks_equal": run.tasks == tasks and len(tasks) == 2,
             "versions_equal": versions(events) == versions(plain), "evaluations_equal": evaluations(events) == evaluations(plain),
             "tasks": sum(map(len, tasks.values())), "versions": versions(plain), "evaluations": evaluations(plain),
+            "task_ids_that_differ": {sweep: [tasks.get(sweep), run.tasks.get(sweep)] for sweep in (*tasks, *run.tasks)
+                                     if tasks.get(sweep) != run.tasks.get(sweep)},
             "undone": [event["undone"] for event in events if event["kind"] == "resume"], "conservation": conservation(events)}
 
 
@@ -284,7 +287,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=14)
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="rtpo-chaos-"))
-    _, model = warm_start(SMALL)
+    _, model = warm_start(SETTINGS)
     try:
         found = faults(root, model, args.seed, args.sweeps, args.faults) if args.what == "faults" else stages(root, model, args.seed)
     finally:
