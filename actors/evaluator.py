@@ -113,7 +113,7 @@ class Evaluator:
         sampling = self._config.sampling
         home = ray.get_runtime_context().get_node_id() if self._config.generators.resource else ""  # nodes of generators come and go
         return Collection(pool=self._pool, version=self._version, retries=sampling.retries, deadline=time.time() + sampling.stage_timeout,
-                          concurrency=2 * self._most, home=home)
+                          concurrency=sampling.concurrency or 2 * self._most, home=home)
 
     def _busy(self) -> float:
         busy: float = wait_for(self._pool.take_busy_seconds.remote(), 30, "the generator pool's clock")

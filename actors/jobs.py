@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_actors
 
@@ -19,9 +21,19 @@ OURS = ("CoordinatorActor", "EvaluatorActor", "GeneratorPool", "GeneratorActor",
 
 
 def client(address: str) -> JobSubmissionClient:
-    """Raises RtpoError when no dashboard answers at `address`."""
-    try:
+    """Raises RtpoError when no dashboard answers at `address`, or wants a token."""
+    with _known(address):
         return JobSubmissionClient(address)
+
+
+@contextmanager
+def _known(address: str) -> Iterator[None]:
+    """What the dashboard's clients raise, as an RtpoError that says what to do."""
+    try:
+        yield
+    except AuthenticationError as error:
+        raise RtpoError(f"--address {address}: {str(error).strip().splitlines()[0]}; the cluster wants a token: set RAY_AUTH_MODE=token and "
+                        "RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH") from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise RtpoError(f"--address {address}: no Ray dashboard answers there ({str(error).strip().splitlines()[0]}); expected the address of the "
                         "head's dashboard, such as http://HEAD:8265") from error
@@ -67,6 +79,8 @@ def _await_end(jobs: JobSubmissionClient, job: str, seconds: float) -> Any:
 
 def actors_of(address: str) -> Iterable[str]:
     """One line an actor of ours that is not dead: what it says it is, state, node and process."""
-    for actor in sorted(list_actors(address=address, detail=True, limit=10_000, timeout=30), key=lambda actor: (actor.class_name, actor.name or "")):
+    with _known(address):
+        actors = list_actors(address=address, detail=True, limit=10_000, timeout=30)
+    for actor in sorted(actors, key=lambda actor: (actor.class_name, actor.name or "")):
         if actor.class_name in OURS and actor.state != "DEAD":
             yield f"{actor.repr_name or actor.class_name:40} {actor.name or '':24} {actor.state:16} node {(actor.node_id or '-')[:8]} pid {actor.pid}"

@@ -29,7 +29,8 @@ from rtpo_ray.secrets import named
 # What a resumed run may change: where and how it computes, how long and how often it reports, and nothing that decides what it learns.
 FREE = ("run.name", "run.root", "run.resume", "run.experiment", "run.sweeps", "run.tokens", "run.eval_every", "run.eval_every_tokens",
         "run.eval_tasks", "run.checkpoint_every", "run.state_every", "run.keep_states", "run.aim", "cluster.", "environment.step_timeout",
-        "sampling.retries", "sampling.stage_timeout", "generators.min", "generators.max", "generators.release", "generators.lost_after",
+        "sampling.retries", "sampling.concurrency", "sampling.stage_timeout",
+        "generators.min", "generators.max", "generators.release", "generators.lost_after",
         "generators.cpus", "generators.gpus", "generators.resource", "generators.threads", "generators.max_num_seqs", "generators.kv_cache_mb",
         "generators.gpu_memory_utilization", "learner.ranks", "learner.cpus", "learner.gpus", "learner.resource",
         "learner.threads", "learner.micro_batch_tokens", "learner.max_refused", "learner.timeout", "weights.", "warm_start.cache")
@@ -114,6 +115,7 @@ class SamplingConfig:
     max_response_tokens: int = opt(64, "longest response of a turn", least=1)
     overlong: str = opt("error", "a first context that leaves no room for a response", choices=("error", "drop"))
     retries: int = opt(1, "times that a failed group is tried again, elsewhere if possible", least=0)
+    concurrency: int = opt(0, "blocks that are sampled at once, each by a process of about 160 MB beside the engines; 0: two a generator", least=0)
     stage_timeout: float = opt(3600.0, "seconds that collecting one stage may take", above=0)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -41,14 +42,14 @@ def clean_copy(tmp_path_factory):
     return target
 
 
-def run(command, folder):
+def run(command, folder, **variables):
     """(exit code, everything it printed)."""
-    done = subprocess.run(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+    done = subprocess.run(command, cwd=folder, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
     return done.returncode, done.stdout
 
 
-def rtpo(folder, *words):
-    return run([sys.executable, "-m", "rtpo_ray", *words], folder)
+def rtpo(folder, *words, **variables):
+    return run([sys.executable, "-m", "rtpo_ray", *words], folder, **variables)
 
 
 def published(scratch):
@@ -111,3 +112,21 @@ def test_a_broken_configuration_fails_the_job_with_its_message(dashboard, clean_
     assert code == 1, output
     assert "rtpo: configuration error: field algorithm.args.n_siblings is 1; expected at least 2 (one sibling is its own baseline" in output
     assert "Traceback" not in output and list(tmp_path.iterdir()) == []
+
+
+def test_a_cluster_that_asks_for_a_token(clean_copy, tiny_model, tmp_path):
+    guard = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with Head(**guard) as head:
+        words = ["submit", "--address", head.dashboard, "--config", "conf/quickstart.yaml", *tiny_model[0], "run.name=guarded",
+                 f"run.root={tmp_path}", "run.sweeps=1", "run.eval_tasks=0"]
+        code, output = rtpo(clean_copy, *words)
+        assert code == 1 and "token" in output and "Traceback" not in output and list(tmp_path.iterdir()) == [], output
+        code, output = rtpo(clean_copy, *words, **guard)
+        assert code == 0 and "run finished: " in output, output
+        status = ["status", "--address", head.dashboard, str(tmp_path / "guarded")]
+        code, output = rtpo(clean_copy, *status, **guard)
+        assert code == 0 and output.startswith("finished"), output
+        code, output = rtpo(clean_copy, *status, **guard | {"RAY_AUTH_TOKEN": "0" * 64})
+        assert code == 1 and "token" in output and "Traceback" not in output, output
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert written and not any(guard["RAY_AUTH_TOKEN"].encode() in content for content in written)
