@@ -1,6 +1,6 @@
 """Faults at random in a real run, and a kill at every stage of one; each compared with the same run undisturbed.
 
-    python tests/bench/chaos.py faults --seed 0     # at least 12 sweeps and 14 faults of all kinds; writes results/chaos-faults-0.json
+    python tests/bench/chaos.py faults --seed 0     # at least 12 sweeps and 16 faults of all kinds; writes results/chaos-faults-0.json
     python tests/bench/chaos.py stages              # driver, coordinator and whole cluster, killed in the middle of every step
 
 Real Ray with a head and three generator nodes, real vLLM, a real learner; the model is the tiny one. Takes some ten minutes on two cores.
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -109,12 +110,12 @@ class Disturbed:
 
     # --- who there is
 
-    def pid(self, prefix: str, rng: random.Random) -> psutil.Process:
-        """The process of a living actor whose name begins so."""
+    def pid(self, pattern: str, rng: random.Random) -> psutil.Process:
+        """The process of a living actor with such a name."""
         def living() -> list[int]:
             return [actor.pid for actor in list_actors(address=self.head.dashboard, filters=[("state", "=", "ALIVE")], limit=1000, timeout=30)
-                    if (actor.name or "").startswith(prefix) and actor.pid]
-        return psutil.Process(rng.choice(wait_until(living, 120, f"an actor {prefix}*")))
+                    if re.fullmatch(pattern, actor.name or "") and actor.pid]
+        return psutil.Process(rng.choice(wait_until(living, 120, f"an actor {pattern}")))
 
     # --- what is done to them
 
@@ -131,13 +132,13 @@ class Disturbed:
         plant(self.faults, "die")
 
     def generator_death(self, rng: random.Random) -> None:
-        self.pid("rtpo-generator-", rng).kill()
+        self.pid(r"rtpo-generator-\d+", rng).kill()
 
     def generator_stands_still(self, rng: random.Random) -> None:
-        self.pid("rtpo-generator-", rng).send_signal(signal.SIGSTOP)
+        self.pid(r"rtpo-generator-\d+", rng).send_signal(signal.SIGSTOP)
 
     def generator_death_in_a_push(self, rng: random.Random) -> None:
-        victim = self.pid("rtpo-generator-", rng)
+        victim = self.pid(r"rtpo-generator-\d+", rng)
         ray.init(address=self.head.address, logging_level="ERROR", log_to_driver=False)
         try:
             named = {entry["name"]: entry["namespace"] for entry in ray.util.list_named_actors(all_namespaces=True)}
@@ -147,12 +148,18 @@ class Disturbed:
         finally:
             ray.shutdown()
 
+    def pool_death(self, rng: random.Random) -> None:
+        self.pid("rtpo-generator-pool", rng).kill()
+
+    def pool_stands_still(self, rng: random.Random) -> None:
+        self.pid("rtpo-generator-pool", rng).send_signal(signal.SIGSTOP)
+
     def node_death(self, rng: random.Random) -> None:
         self.head.kill_node(self.nodes.pop(rng.randrange(len(self.nodes))))
         self.nodes.append(self.head.add_node({"generator": 1}))
 
     def learner_rank_death(self, rng: random.Random) -> None:
-        self.pid("rtpo-learner-", rng).kill()
+        self.pid(r"rtpo-learner-\d+", rng).kill()
 
     def coordinator_death(self, rng: random.Random) -> None:
         self.pid("rtpo-coordinator", rng).kill()
@@ -183,9 +190,10 @@ class Disturbed:
         self.start()
 
 
+# Each happens at least once, in an order of chance.
 KINDS = ("rollout_error", "poisoned_sample", "environment_hang", "environment_kills_its_generator", "generator_death", "generator_stands_still",
-         "generator_death_in_a_push", "node_death", "learner_rank_death", "coordinator_death", "coordinator_stands_still", "driver_death",
-         "full_disk", "cluster_death")
+         "generator_death_in_a_push", "pool_death", "pool_stands_still", "node_death", "learner_rank_death", "coordinator_death",
+         "coordinator_stands_still", "driver_death", "full_disk", "cluster_death")
 
 
 def conservation(events: list[dict]) -> dict[str, int]:
@@ -284,7 +292,7 @@ def main() -> int:
     parser.add_argument("what", choices=("faults", "stages"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sweeps", type=int, default=12)
-    parser.add_argument("--faults", type=int, default=14)
+    parser.add_argument("--faults", type=int, default=16)
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="rtpo-chaos-"))
     _, model = warm_start(SETTINGS)

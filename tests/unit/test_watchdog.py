@@ -15,10 +15,12 @@ class World:
     """Time goes by in looks of one second. `script`: what the stream has at each look; `answers`: what the coordinator says at each
     look (None: nothing yet); the last answer is repeated."""
 
-    def __init__(self, script, answers):
-        self.script, self.answers, self.looks = list(script), list(answers), 0
+    def __init__(self, script, answers, pool):
+        self.script, self.answers, self.pool_answers, self.looks = list(script), list(answers), list(pool), 0
 
     def wait(self, refs, timeout, **options):
+        if refs == ["pool"]:
+            return ([] if self.pool_answers[min(self.looks, len(self.pool_answers)) - 1] is None else refs), []
         if refs == [self]:
             self.looks += 1
             assert self.looks < 1000, "it waits for ever"
@@ -29,6 +31,8 @@ class World:
         return ([] if self.said() is None else refs), []
 
     def get(self, ref, timeout):
+        if ref == "pool":
+            return 0
         if isinstance(self.said(), Exception):
             raise self.said()
         return self.said()
@@ -44,9 +48,10 @@ class World:
 
 @pytest.fixture
 def watch(monkeypatch):
-    def run(script, answers):
-        world = World(script, answers)
+    def run(script, answers, pool=(0,)):
+        world = World(script, answers, pool)
         monkeypatch.setattr(watchdog, "ray", SimpleNamespace(wait=world.wait, get=world.get))
+        monkeypatch.setattr(watchdog, "ask_pool", lambda: "pool")
         coordinator = SimpleNamespace(doing=SimpleNamespace(remote=lambda: "asked"))
         return watchdog.watched(coordinator, world, lost_after=3, stuck_after=10, period=1, tell=4)
     return run
@@ -59,8 +64,14 @@ def test_events_come_through_in_order_and_the_end_ends(watch):
 def test_one_that_does_not_answer_is_lost_and_what_it_said_last_is_told(watch):
     stream = watch([1, *[QUIET] * 20], [("x", 0), ("sweep 2, turn 1: sampling", 1), None])
     assert next(stream) == 1
-    with pytest.raises(CoordinatorLost, match=r"it did not answer for 3 s; the last that it said: sweep 2, turn 1: sampling"):
+    with pytest.raises(CoordinatorLost, match=r"the coordinator did not answer for 3 s; the last .* said: sweep 2, turn 1: sampling"):
         next(stream)
+
+
+def test_a_pool_that_does_not_answer_is_the_coordinators_loss_too(watch):
+    with pytest.raises(CoordinatorLost, match=r"the generator pool did not answer for 3 s; the last that the coordinator said: sweep 1, trunks"):
+        list(watch([QUIET] * 9, [("sweep 1, trunks", 1)], pool=[0, 0, None]))
+    assert list(watch([*[QUIET] * 9, 5], [("sweep 1, trunks", 1)], pool=[None, None, 0] * 4)) == [5]
 
 
 def test_silence_that_ends_in_time_is_forgiven(watch):
