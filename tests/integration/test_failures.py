@@ -76,6 +76,6 @@ def test_a_coordinator_that_stands_still_is_replaced(cluster, tiny_model, tmp_pa
             process("rtpo-coordinator").send_signal(signal.SIGSTOP)
     (resumed,) = [event for event in events if event["kind"] == "resume"]
     assert resumed["reason"].startswith(
-        "the coordinator was lost: the coordinator did not answer for 5 s; the last that the coordinator said: sweep 0, turn ")
+        "the coordinator was lost: the coordinator did not answer for 5 s; the last that the coordinator said: sweep 0, ")
     assert [event["sweep"] for event in events if event["kind"] == "sweep"] == [0]
     wait_until(lambda: not ray.util.list_named_actors(), 30, "the end of the actors")
