@@ -1,11 +1,9 @@
 """The configuration: every mistake is named with its field, its value and what is valid."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from rtpo_ray import algorithms
 from rtpo_ray import config as config_module
@@ -232,23 +230,6 @@ def test_yaml_round_trip(tmp_path, overrides):
     config = load_config(None, overrides)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "config.yaml") == config
-
-
-def test_the_kuberay_job_asks_for_nodes_that_it_describes():
-    job = OmegaConf.to_container(OmegaConf.load(CONF / "cluster" / "kuberay.yaml"))
-    spec, words = job["spec"], job["spec"]["entrypoint"].split()
-    assert (job["apiVersion"], job["kind"], words[:4]) == ("ray.io/v1", "RayJob", ["python", "-m", "rtpo_ray", "train"])
-    config = load_config(CONF.parent / words[words.index("--config") + 1], words[words.index("--config") + 2:])
-    assert config.run.resume and config.cluster.autoscaling and spec["backoffLimit"] > 0 and spec["rayClusterSpec"]["enableInTreeAutoscaling"]
-    groups = {group["groupName"]: group for group in spec["rayClusterSpec"]["workerGroupSpecs"]}
-    for name, resource, gpus, most in (("learner", config.learner.resource, config.learner.gpus, 1),
-                                       ("generators", config.generators.resource, config.generators.gpus, config.generators.max)):
-        group = groups[name]
-        offered = json.loads(json.loads(group["rayStartParams"]["resources"]))[resource]
-        (container,) = group["template"]["spec"]["containers"]
-        assert container["resources"]["limits"]["nvidia.com/gpu"] == f"{offered * gpus:g}"
-        assert group["maxReplicas"] == most and {mount["mountPath"] for mount in container["volumeMounts"]} == {config.run.root}
-    assert json.loads(json.loads(groups["learner"]["rayStartParams"]["resources"]))["learner"] >= config.learner.ranks
 
 
 @pytest.mark.parametrize("file", sorted(file for file in CONF.rglob("*.yaml") if file.parent.name != "cluster"), ids=lambda file: file.stem)
