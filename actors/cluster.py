@@ -18,7 +18,7 @@ from actors.gang import LEARNERS, LearnerGang
 from actors.publisher import AsLoaded, WeightPublisher
 from actors.spawn import spawn_pool
 from actors.telemetry import RunTelemetry
-from actors.waiting import Doing, on_node, wait_for, wait_for_end
+from actors.waiting import Doing, here, on_node, wait_for, wait_for_end
 from actors.watchdog import watched
 from rtpo_ray import algorithms
 from rtpo_ray.config import DATA_CPUS, Config
@@ -126,7 +126,8 @@ def root_cause() -> Iterator[None]:
 def _spawn_root(actor: type, name: str, config: Config, model_path: str) -> Any:
     """The one actor that the driver owns. It makes its collaborators in its own process, so they end when it ends."""
     return ray.remote(actor).options(
-        name=name, num_cpus=0, max_restarts=0, max_concurrency=2, runtime_env={"env_vars": {"RAY_DATA_LOG_LEVEL": "ERROR"}},
+        name=name, num_cpus=0, max_restarts=0, max_concurrency=2, scheduling_strategy=here(),
+        runtime_env={"env_vars": {"RAY_DATA_LOG_LEVEL": "ERROR"}},
     ).remote(config, model_path)
 
 

@@ -13,6 +13,7 @@ import ray
 from actors.gang import custom_resource, thread_variables
 from actors.generator import Generator
 from actors.pool import GeneratorPool, PoolLimits
+from actors.waiting import here
 from rtpo_ray import environments
 from rtpo_ray.config import Config
 from rtpo_ray.engines.base import Engine
@@ -26,7 +27,7 @@ def spawn_pool(config: Config, model_path: str) -> tuple[Any, ray.ObjectRef]:
     generators = config.generators
     limits = PoolLimits(least=generators.min, most=max(generators.min, generators.max), each=generators.max_num_seqs,
                         start_timeout=config.cluster.start_timeout, lost_after=generators.lost_after + 4 * config.weights.timeout)
-    pool = ray.remote(GeneratorPool).options(name="rtpo-generator-pool", num_cpus=0, max_concurrency=1000).remote(
+    pool = ray.remote(GeneratorPool).options(name="rtpo-generator-pool", num_cpus=0, max_concurrency=1000, scheduling_strategy=here()).remote(
         GeneratorSpawner(config, model_path), limits, draining_nodes, config.run.name)
     return pool, pool.fill.remote(0, generators.min)
 

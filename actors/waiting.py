@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rtpo_ray.errors import DeadlineExceeded
 
@@ -24,6 +25,11 @@ class Doing:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._since
+
+
+def here() -> NodeAffinitySchedulingStrategy:
+    """On the node of whoever asks, if it has room: what a run cannot do without stays off nodes that come and go."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
 
 
 def on_node() -> str:
