@@ -1,11 +1,12 @@
-# Two commands: `make train` trains the quickstart, `make test` runs every test. Both set up the virtual environment first.
+# `make train` trains the quickstart, `make test` runs every test, `make bench` measures (most of an hour on two cores).
+# All set up the virtual environment first.
 VENV ?= .venv
 PYTHON ?= python3.11
 RUN ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test lint venv
+.PHONY: train test lint bench venv
 
 train: $(READY)
 	$(BIN)/rtpo train --config conf/quickstart.yaml run.name=$(RUN) $(ARGS)
@@ -16,6 +17,12 @@ test: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python tests/bench/coordinator.py
+	$(BIN)/python tests/bench/recovery.py
+	$(BIN)/python tests/bench/chaos.py stages
+	$(BIN)/python tests/bench/chaos.py faults
 
 venv: $(READY)
 
