@@ -245,7 +245,7 @@ class Coordinator(Evaluator):
         try:
             self._gang.finish_checkpoint()
         except CheckpointError as error:
-            self._unsaved = str(error)
+            self._unsaved = str(getattr(error, "cause", error))  # without the rank's traceback
 
     def _check(self, counts: StageCounts, where: str, stage: Stage, episodes: EpisodeCounts) -> None:
         """Conservation, and no stale sample."""

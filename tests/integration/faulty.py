@@ -4,13 +4,15 @@ import os
 import time
 from pathlib import Path
 
+from running import wait_until
+
 from rtpo_ray.environments.base import Step
 from rtpo_ray.environments.lookup import Lookup
 
 
 class Faulty(Lookup):
     """Args:
-    faults: folder that holds the faults to come: files named raise-N, nan-N, hang-N or die-N.
+    faults: folder that holds the faults to come: files named raise-N, nan-N, hang-N, die-N or gate-N; a gate is shut until `open_gate`.
     The others are Lookup's.
     """
 
@@ -28,6 +30,8 @@ class Faulty(Lookup):
             return Step(reward=float("nan"), terminated=True)
         if kind == "hang":
             time.sleep(20)
+        if kind == "gate":
+            wait_until(lambda: Path(f"{self.faults}.open").exists(), 100, "the gate to open")
         if kind == "die":
             os._exit(1)
         return super().step(response_text)
@@ -37,6 +41,16 @@ def plant(folder, *kinds):
     """Faults for the next steps that anyone takes."""
     for number, kind in enumerate(kinds):
         Path(folder, f"{kind}-{time.monotonic_ns()}-{number}").touch()
+
+
+def shut_gate(folder):
+    """The next step that anyone takes waits."""
+    Path(f"{folder}.open").unlink(missing_ok=True)
+    plant(folder, "gate")
+
+
+def open_gate(folder):
+    Path(f"{folder}.open").touch()
 
 
 def take(folder):

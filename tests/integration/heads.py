@@ -127,6 +127,12 @@ class Head:
         node.kill()
         node.wait(30)
 
+    def drain(self, node, seconds=300):
+        """Tell a node, by its id, that it goes in so many seconds, as a cloud does that wants a machine back."""
+        subprocess.run([BIN / "ray", "drain-node", f"--address={self.address}", f"--node-id={node}", "--reason=DRAIN_NODE_REASON_PREEMPTION",
+                        "--reason-message=wanted back", f"--deadline-remaining-seconds={seconds}"],
+                       env=self.environment, check=True, capture_output=True, timeout=60)
+
     def nodes(self, resource):
         """Ids of the living nodes that have `resource`."""
         return [node.node_id for node in list_nodes(address=self.dashboard, limit=1000, timeout=30)
