@@ -42,8 +42,10 @@ from rtpo_ray.types import UpdateResult  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 SIBLINGS = 16
+EACH = 256  # rollouts that a generator samples at once, the default
 # (generators, processes that they share, siblings of a stage)
-CASES = ((8, 8, 1_000), (8, 8, 10_000), (8, 8, 100_000), (32, 32, 10_000), (64, 64, 10_000), (256, 32, 10_000), (256, 32, 100_000))
+CASES = ((8, 8, 1_000), (8, 8, 10_000), (8, 8, 100_000), (32, 32, 10_000), (32, 32, 100_000), (64, 64, 20_000), (64, 64, 100_000),
+         (256, 32, 100_000))
 
 
 class NoopGang:
@@ -91,14 +93,13 @@ def cpu(process):
 
 
 def measure(generators, processes, siblings, repeats):
-    each = max(64, siblings // (2 * generators))
     tasks = siblings // SIBLINGS
     config = load_config(None, [
-        f"generators.min={generators}", "generators.cpus=0", f"generators.max_num_seqs={each}", "environment.max_turns=2", "environment.args.hops=1",
+        f"generators.min={generators}", "generators.cpus=0", f"generators.max_num_seqs={EACH}", "environment.max_turns=2", "environment.args.hops=1",
         f"algorithm.args.n_siblings={SIBLINGS}", f"sampling.tasks_per_sweep={tasks}",
         f"sampling.concurrency={min(2 * generators, 24)}", "cluster.address=local"])
     spawn = Shared(processes)
-    limits = PoolLimits(least=generators, most=generators, each=each, start_timeout=300.0)
+    limits = PoolLimits(least=generators, most=generators, each=EACH, start_timeout=300.0)
     pool = ray.remote(GeneratorPool).options(name="rtpo-generator-pool", num_cpus=0, max_concurrency=1000).remote(spawn, limits)
     ray.get(pool.fill.remote(0, generators), timeout=300)
     AsLoaded(pool).publish(0)
@@ -129,6 +130,7 @@ def measure(generators, processes, siblings, repeats):
     k = tasks * SIBLINGS / 1000
     return {"generators": generators, "processes": processes, "siblings": tasks * SIBLINGS, "blocks": coordinator._blocks(tasks),
             "coordinator_cpu_s_per_1000": middle["cpu"] / k, "pool_cpu_s_per_1000": middle["pool_cpu"] / k, "wall_s_per_1000": middle["wall"] / k,
+            "coordinator_cpu_ms_per_block": 1000 * middle["cpu"] / coordinator._blocks(tasks),
             "memory_mb_per_1000": middle["memory"] / k / 2**20, "memory_mb": middle["memory"] / 2**20,
             "coordinator_rss_mb": psutil.Process().memory_info().rss / 2**20,
             "workers": len(workers), "workers_gb": sum(workers) / 2**30}
