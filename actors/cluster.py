@@ -72,12 +72,14 @@ def run_events(config: Config, model_path: str, folder: str, reason: str = "") -
         coordinator = _spawn_root(CoordinatorActor, "rtpo-coordinator", config, model_path)
         events = coordinator.run.options(num_returns="streaming").remote(folder, reason)
         try:
-            for ref in watched(coordinator, events, config.cluster.lost_after, longest_step(config)):
+            for ref in watched(coordinator, events, config.cluster.lost_after, longest_step(config), config.cluster.start_timeout):
                 with root_cause():
                     event = ray.get(ref, timeout=60)
                 yield event
             return
         except (ray.exceptions.RayActorError, CoordinatorLost) as error:  # of the coordinator, or of the pool that it owns
+            ray.kill(coordinator)
+            wait_for_end(["rtpo-*"], config.cluster.start_timeout)  # or it might still write to the ledger
             with Ledger(folder) as ledger:
                 point = ledger.resume_point
             in_vain, last = (in_vain + 1 if point == last else 1), point
@@ -90,7 +92,7 @@ def run_events(config: Config, model_path: str, folder: str, reason: str = "") -
 
 def longest_step(config: Config) -> float:
     """Seconds within which the deadlines of all that one step waits for have passed, tries and replacements included."""
-    return (2 * config.sampling.stage_timeout + 2 * config.learner.timeout + 20 * config.weights.timeout + 4 * config.cluster.start_timeout)
+    return (4 * config.sampling.stage_timeout + 2 * config.learner.timeout + 20 * config.weights.timeout + 4 * config.cluster.start_timeout)
 
 
 def _await_end_of_last_run(timeout: float) -> None:
@@ -176,10 +178,11 @@ def build_coordinator(config: Config, model_path: str) -> Coordinator:
     pool, filling = spawn_pool(config, model_path)
     gang = LearnerGang(config, model_path, algorithm.objective)  # loads while the engines start
     wait_for(filling, start + 60, "the first generators to start")
-    example = wait_for(pool.members.remote(), 30, "the generator pool's members")[0].generator
+    example = wait_for(pool.members.remote(), config.cluster.lost_after + 30, "the generator pool's members")[0].generator
     publisher = WeightPublisher(
         gang, pool, config.weights, temperature=config.sampling.temperature, device="cuda" if config.generators.gpus else "cpu",
-        start_timeout=start, probe_context=wait_for(example.example_context.remote(), start, "a first context"))
+        start_timeout=start, patience=config.cluster.lost_after + 30,
+        probe_context=wait_for(example.example_context.remote(), start, "a first context"))
     return Coordinator(config=config, algorithm=algorithm, pool=pool, gang=gang, publisher=publisher)
 
 
@@ -188,4 +191,5 @@ def quiet_ray_data() -> None:
     error instead of "UDF failed": that wrapper loses its cause on the way to the driver."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
+    context.target_max_block_size = None  # a block that it splits could tear the rows of a group apart
     context.raise_original_map_exception = True

@@ -119,8 +119,8 @@ class Coordinator(Evaluator):
         """The trunks of a sweep, what they amount to, and the seconds that they took; read back when the run was resumed in its middle."""
         method, kept = self._algorithm, trunks_folder(self._folder, sweep) if self._config.run.state_every else None
         if self._at.stage >= 0:
-            trunks = read_episodes(trunks_folder(self._folder, sweep))
-            return trunks, count_rollouts(trunks, self._config.sampling.stage_timeout), []
+            trunks = read_episodes(trunks_folder(self._folder, sweep), self._home())
+            return trunks, count_rollouts(trunks, self._config.sampling.stage_timeout, home=self._home()), []
         self.doing.now(f"sweep {sweep}, trunks: {method.n_trunks} of {self._config.sampling.tasks_per_sweep} tasks each")
         batch = tasks.training_tasks(self._config.run.seed, sweep, self._config.sampling.tasks_per_sweep)
         ask = self._ask("trunks", sweep, count=method.n_trunks, keep_boundaries=method.branching)
@@ -132,7 +132,7 @@ class Coordinator(Evaluator):
         self._at = replace(self._at, stage=0, tokens=self._at.tokens + counts.generated_tokens)
         self._ledger.append(self._at)
         if kept is not None:  # a block that is lost with its node is then read again, not sampled again by weights that are gone
-            trunks = read_episodes(kept)
+            trunks = read_episodes(kept, self._home())
         return trunks, counts, [{"generate": busy}]
 
     def _stage(self, sweep: int, number: int, stage: Stage, trunks: ray.data.MaterializedDataset, episodes: EpisodeCounts) -> Event:
@@ -177,8 +177,10 @@ class Coordinator(Evaluator):
         self._publish(self._at.version + self._at.unpublished)  # newer weights never go by an old version's number
 
     def _publish(self, version: int) -> Published:
-        self.doing.now(f"sweep {self._at.sweep}, after {self._at.stage} stages: weights to the generators as version {version}")
+        before = self.doing.what
+        self.doing.now(f"sweep {self._at.sweep}: weights to the generators as version {version}")
         published = super()._publish(version)
+        self.doing.now(before)
         self._at = replace(self._at, version=version, unpublished=False)
         return published
 
@@ -204,6 +206,7 @@ class Coordinator(Evaluator):
 
     def _commit(self, event: Event, **changes: Any) -> Event:
         """One finished step in the ledger; its event with the time."""
+        self.doing.now(f"sweep {self._at.sweep}, between two steps")
         self._at = replace(self._at, **changes)
         kept = self._ledger.append(self._at, {**event, "unsaved": self._unsaved})
         self._ledger.prune(self._config.run.keep_states)

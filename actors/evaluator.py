@@ -40,6 +40,7 @@ class Evaluator:
         self._config, self._pool, self._publisher = config, pool, publisher
         self._version = 0
         self.doing = Doing("waiting to begin")
+        self._patience = config.cluster.lost_after + 30  # for the pool: the driver's watch notices first when it does not answer
         self._most = max(config.generators.min, config.generators.max)  # generators
         self._watching = pool and pool.watch.remote(WATCH)  # runs as long as the pool
 
@@ -75,7 +76,7 @@ class Evaluator:
         self._ready(rollouts)
         with self._joining():
             episodes = collect_episodes(batch, name, ask, self._collection(), self._blocks(rollouts))
-            counts = count_rollouts(episodes, self._config.sampling.stage_timeout, keep)
+            counts = count_rollouts(episodes, self._config.sampling.stage_timeout, keep, self._home())
         if counts.episodes != len(batch) * ask.count:
             raise ConservationError(f"{name}: {len(batch) * ask.count} episodes were asked for, {counts.episodes} came back")
         return episodes, counts, self._busy()
@@ -88,7 +89,7 @@ class Evaluator:
         """As many generators as so many rollouts deserve are there or asked for; whoever does not serve the present version is brought to it."""
         if ray.wait([self._watching], timeout=0)[0]:
             wait_for(self._watching, 1, "the generator pool's watch")  # it never ends well: raises why it ended
-        wait_for(self._pool.resize.remote(rollouts, self._config.generators.release), 30, "the generator pool to take its new size")
+        wait_for(self._pool.resize.remote(rollouts, self._config.generators.release), self._patience, "the generator pool to take its new size")
         timeout = self._config.cluster.start_timeout + 60
         if wait_for(self._pool.fill.remote(self._version), timeout, "the generator pool to have its generators ready"):
             self._refit()
@@ -98,7 +99,7 @@ class Evaluator:
 
     def _joining(self) -> AbstractContextManager[None]:
         """A stage's collection: who comes up in its middle takes part."""
-        return joining(self._pool, lambda names: self._publisher.admit(self._version, names))
+        return joining(self._pool, lambda names: self._publisher.admit(self._version, names), self._patience)
 
     def _publish(self, version: int) -> Published:
         published = self._publisher.publish(version)
@@ -111,17 +112,20 @@ class Evaluator:
 
     def _collection(self) -> Collection:
         sampling = self._config.sampling
-        home = ray.get_runtime_context().get_node_id() if self._config.generators.resource else ""  # nodes of generators come and go
         return Collection(pool=self._pool, version=self._version, retries=sampling.retries, deadline=time.time() + sampling.stage_timeout,
-                          concurrency=sampling.concurrency or 2 * self._most, home=home)
+                          concurrency=sampling.concurrency or 2 * self._most, home=self._home(), patience=self._patience)
+
+    def _home(self) -> str:
+        """The node on which Ray Data stays: nodes of generators come and go."""
+        return ray.get_runtime_context().get_node_id() if self._config.generators.resource else ""
 
     def _busy(self) -> float:
-        busy: float = wait_for(self._pool.take_busy_seconds.remote(), 30, "the generator pool's clock")
+        busy: float = wait_for(self._pool.take_busy_seconds.remote(), self._patience, "the generator pool's clock")
         return busy
 
     def _retired(self) -> dict[str, str]:
         """Generators taken out of service since the last event, with the reason."""
-        retired: dict[str, str] = wait_for(self._pool.take_retired.remote(), 30, "the generator pool's members")
+        retired: dict[str, str] = wait_for(self._pool.take_retired.remote(), self._patience, "the generator pool's members")
         return retired
 
 

@@ -39,12 +39,15 @@ class Generator:
     make_environment: builds a fresh environment an episode.
     template: the model's chat template.
     concurrency: episodes in flight at once.
+    conceal: takes secrets out of the message of an error.
     """
 
     def __init__(self, *, name: str, make_engine: Callable[[], Engine], make_environment: Callable[[], Environment], template: ChatTemplate,
-                 settings: EpisodeSettings, overlong: str, concurrency: int) -> None:
+                 settings: EpisodeSettings, overlong: str, concurrency: int,
+                 conceal: Callable[[str], str] = str) -> None:
         self._name, self._make_environment, self._template = name, make_environment, template
         self._settings, self._overlong, self._concurrency = settings, overlong, concurrency
+        self._conceal = conceal
         self._channel: WeightChannel | None = None
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(concurrency, "environment"))  # a step that waits for a thread would overrun its deadline
@@ -83,14 +86,11 @@ class Generator:
 
     async def join_channel(self, name: str, rank: int, world_size: int, host: str, port: int, device: str, timeout: float, bucket_bytes: int) -> None:
         """Become receiver `rank` of the weight channel `name`; returns when every rank is there."""
-        from rtpo_ray.network import use_interface_of
         from rtpo_ray.weights.channel import WeightChannel  # imports torch, which a process that only holds a handle does not need
 
         def join() -> None:
             if self._channel is not None:
                 self._channel.close()
-            if ray.is_initialized():
-                use_interface_of(ray.util.get_node_ip_address())
             self._channel = WeightChannel(name, rank, world_size, host, port, device, timeout, bucket_bytes)
         await self._run(_call(join))
 
@@ -136,7 +136,7 @@ class Generator:
                 raise ValueError(f"the first context leaves no room for a response in generators.max_model_len ({self._settings.max_model_len}); "
                                  "raise it, or set sampling.overlong=drop to count and skip such tasks")
         except Exception as error:  # noqa: BLE001 - anything may come out of a user's environment
-            return failed_rollout(rollout_id, task_id, f"{type(error).__name__}: {error}")
+            return failed_rollout(rollout_id, task_id, self._conceal(f"{type(error).__name__}: {error}"))
         return rollout
 
     async def _gather(self, runs: list[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:

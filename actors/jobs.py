@@ -22,21 +22,22 @@ OURS = ("CoordinatorActor", "EvaluatorActor", "GeneratorPool", "GeneratorActor",
 
 def client(address: str) -> JobSubmissionClient:
     """Raises RtpoError when no dashboard answers at `address`, or wants a token."""
-    with _known(address):
-        return JobSubmissionClient(address)
+    try:
+        with _authenticated(address):
+            return JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise RtpoError(f"--address {address}: no Ray dashboard answers there ({str(error).strip().splitlines()[0]}); expected the address of the "
+                        "head's dashboard, such as http://HEAD:8265") from error
 
 
 @contextmanager
-def _known(address: str) -> Iterator[None]:
-    """What the dashboard's clients raise, as an RtpoError that says what to do."""
+def _authenticated(address: str) -> Iterator[None]:
+    """A token that is missing or wrong, as an RtpoError that says what to do."""
     try:
         yield
     except AuthenticationError as error:
         raise RtpoError(f"--address {address}: {str(error).strip().splitlines()[0]}; the cluster wants a token: set RAY_AUTH_MODE=token and "
                         "RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH") from error
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise RtpoError(f"--address {address}: no Ray dashboard answers there ({str(error).strip().splitlines()[0]}); expected the address of the "
-                        "head's dashboard, such as http://HEAD:8265") from error
 
 
 def submit(jobs: JobSubmissionClient, words: Sequence[str], folder: str, metadata: dict[str, str]) -> str:
@@ -79,7 +80,7 @@ def _await_end(jobs: JobSubmissionClient, job: str, seconds: float) -> Any:
 
 def actors_of(address: str) -> Iterable[str]:
     """One line an actor of ours that is not dead: what it says it is, state, node and process."""
-    with _known(address):
+    with _authenticated(address):
         actors = list_actors(address=address, detail=True, limit=10_000, timeout=30)
     for actor in sorted(actors, key=lambda actor: (actor.class_name, actor.name or "")):
         if actor.class_name in OURS and actor.state != "DEAD":

@@ -13,14 +13,15 @@ POLL = 1.0  # seconds that one question to the pool waits for an answer
 
 
 @contextmanager
-def joining(pool: Any, admit: Callable[[list[str]], None]) -> Iterator[None]:
-    """While the block runs, `admit` is called, in a thread of its own, with the names of those who came up. What it raises, the block raises."""
+def joining(pool: Any, admit: Callable[[list[str]], None], patience: float = 150.0) -> Iterator[None]:
+    """While the block runs, `admit` is called, in a thread of its own, with the names of those who came up. What it raises, the block raises.
+    `patience`: seconds for the pool to answer."""
     lock, over, errors = threading.Lock(), threading.Event(), list[BaseException]()
 
     def look() -> None:
         try:
             while not over.is_set():
-                names = wait_for(pool.joining.remote(POLL), 30, "the generator pool to say who has come up")
+                names = wait_for(pool.joining.remote(POLL), patience, "the generator pool to say who has come up")
                 with lock:
                     if names and not over.is_set():
                         admit(names)

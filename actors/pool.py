@@ -258,7 +258,8 @@ class GeneratorPool:
         await self._notify()
         if self._telemetry is not None:
             members = {m.name: (m.state.value, m.version) for m in self._members.values()}
-            lags = {"rtpo-generator-pool": self._lag, **{m.name: m.lag for m in self._alive()}}
+            lags = {m.name: 0.0 if m.state is Membership.GONE else max(m.lag, m.silent) for m in self._members.values()}
+            lags["rtpo-generator-pool"] = self._lag
             self._telemetry.observe([state.value for state in Membership], members, self._waiting, lags)
 
     async def _ask(self, member: Member, period: float) -> None:
@@ -295,6 +296,8 @@ class GeneratorPool:
         try:
             member.node = await asyncio.wait_for(member.generator.ready.remote(), self._limits.start_timeout)
         except (RayError, TimeoutError) as error:
+            if member.state is Membership.GONE:
+                return  # it was ended before it was up
             await self.report(member.name, f"did not start: {type(error).__name__}: {error}")
             if isinstance(error, RayActorError) and not error.actor_init_failed and self._stillborn < STILLBORN:
                 self._stillborn += 1  # it was lost with its node, not by a fault of its own

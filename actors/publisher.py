@@ -69,8 +69,8 @@ class WeightPublisher:
     """
 
     def __init__(self, gang: LearnerGang, pool: Any, config: WeightsConfig, *, temperature: float, device: str, probe_context: Sequence[int],
-                 start_timeout: float = 300.0) -> None:
-        self._start_timeout = start_timeout
+                 start_timeout: float = 300.0, patience: float = 150.0) -> None:
+        self._start_timeout, self._patience = start_timeout, patience
         self._gang, self._pool, self._config = gang, pool, config
         self._temperature, self._device, self._probe_context = temperature, device, list(probe_context)
         self._connected: tuple[int, tuple[str, ...]] = (0, ())  # generation of the gang and members of the present group
@@ -208,10 +208,10 @@ class WeightPublisher:
         return answers, failed
 
     def _ask(self, ref: ray.ObjectRef) -> Any:
-        return wait_for(ref, self._config.timeout + 30, "the pool or learner rank 0 while weights are published")
+        return wait_for(ref, self._patience, "the generator pool while weights are published")
 
     def _ask_sender(self, ref: ray.ObjectRef) -> Any:
         try:
-            return self._ask(ref)
+            return wait_for(ref, self._config.timeout + 30, "learner rank 0 while weights are published")
         except (RayActorError, DeadlineExceeded) as error:
             raise LearnerLost(f"learner rank 0 was lost before it sent weights: {str(error).strip().splitlines()[0]}") from error

@@ -20,6 +20,8 @@ from rtpo_ray.engines.base import Engine
 from rtpo_ray.engines.vllm import VllmEngine
 from rtpo_ray.episodes.contexts import ChatTemplate
 from rtpo_ray.episodes.episode import EpisodeSettings
+from rtpo_ray.network import use_interface_of
+from rtpo_ray.secrets import conceal
 
 
 def spawn_pool(config: Config, model_path: str) -> tuple[Any, ray.ObjectRef]:
@@ -58,6 +60,7 @@ class GeneratorActor(Generator):
     def __init__(self, name: str, config: Config, model_path: str) -> None:
         from transformers import AutoTokenizer
 
+        use_interface_of(ray.util.get_node_ip_address())  # before the engine opens a group of its own
         generators = config.generators
 
         def make_engine() -> Engine:
@@ -68,7 +71,8 @@ class GeneratorActor(Generator):
         super().__init__(
             name=name, make_engine=make_engine, make_environment=lambda: environments.build(config.environment),
             template=ChatTemplate(AutoTokenizer.from_pretrained(model_path)), settings=episode_settings(config),
-            overlong=config.sampling.overlong, concurrency=4 * generators.max_num_seqs)
+            overlong=config.sampling.overlong, concurrency=4 * generators.max_num_seqs,
+            conceal=lambda text: conceal(text, dict(config.environment.args)))
 
 
 def episode_settings(config: Config) -> EpisodeSettings:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 
 from rtpo_ray.errors import CoordinatorLost
 
@@ -19,36 +19,48 @@ log = logging.getLogger(__name__)
 
 
 class Pulse:
-    """Whether one component answers. `ask` asks it, and returns the reference or, when it is not there, None."""
+    """Whether one component answers. `ask` asks it, and returns the reference or, when it is not there, None. `limit`: seconds that it may be
+    silent; `start`: as long as it has not answered once."""
 
-    def __init__(self, name: str, ask: Callable[[], Any]) -> None:
-        self.name, self._ask, self._asked = name, ask, ask()
+    def __init__(self, name: str, ask: Callable[[], Any], limit: float, start: float) -> None:
+        self.name, self._ask, self._asked, self._limit, self._start = name, ask, ask(), limit, max(start, limit)
         self.said: Any = None  # its last answer
         self.silent = 0.0  # seconds of looking without an answer; rounds are counted, not time: whoever stood still itself blames nobody
 
     def look(self, period: float) -> None:
         """Take its answer and ask again, or wait on. Raises what its death raises."""
         if self._asked is None or ray.wait([self._asked], timeout=0)[0]:
-            self.said = None if self._asked is None else ray.get(self._asked, timeout=30)
+            self.said = self.said if self._asked is None else ray.get(self._asked, timeout=30)
             self._asked, self.silent = self._ask(), 0.0
         else:
             self.silent += period
 
+    @property
+    def lost(self) -> bool:
+        return self.silent >= (self._start if self.said is None else self._limit)
 
-def watched(coordinator: Any, events: Any, lost_after: float, stuck_after: float, period: float = PERIOD,
+
+def watched(coordinator: Any, events: Any, lost_after: float, stuck_after: float, start: float = 0.0, period: float = PERIOD,
             tell: float = TELL) -> Iterator[ray.ObjectRef]:
     """The references of `events`, a stream of the coordinator's, as they come.
 
-    Raises CoordinatorLost when it or its pool does not answer for `lost_after` seconds, or when it is at one and the same thing for
-    `stuck_after`; it says at what. Raises RayActorError when one of them dies.
+    Raises CoordinatorLost when it or its pool does not answer for `lost_after` seconds (`start`: at first), or when it is at one and the
+    same thing for `stuck_after`; it says at what. Raises RayActorError when one of them dies.
     """
-    pulse, pool = Pulse("the coordinator", coordinator.doing.remote), Pulse("the generator pool", ask_pool)
+    pulse, pool = Pulse("the coordinator", coordinator.doing.remote, lost_after, start), Pulse("the generator pool", Asking(), lost_after, start)
     what, told = "starting", 0.0
     while True:
-        there = ray.wait([events], timeout=period, fetch_local=False)[0]
+        if ray.wait([events], timeout=period, fetch_local=False)[0]:
+            try:
+                ref = next(events)
+            except StopIteration:
+                return
+            yield ref
+            pulse.silent = 0.0  # it spoke
+            continue
         for one in (pulse, pool):
-            one.look(0.0 if there else period)
-            if one.silent >= lost_after:
+            one.look(period)
+            if one.lost:
                 raise CoordinatorLost(f"{one.name} did not answer for {one.silent:.0f} s; the last that the coordinator said: {what}")
         if pulse.said is not None:
             what, seconds = pulse.said
@@ -58,18 +70,18 @@ def watched(coordinator: Any, events: Any, lost_after: float, stuck_after: float
             if seconds >= told + tell:
                 told = seconds
                 log.warning("still at work for %.0f s: %s", seconds, what)
-        if there:
-            pulse.silent = 0.0  # it speaks
+
+
+class Asking:
+    """For a sign of life of the generator pool, once there is one."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self) -> Any:
+        if self._pool is None:
             try:
-                ref = next(events)
-            except StopIteration:
-                return
-            yield ref
-
-
-def ask_pool() -> Any:
-    """A sign of life of the generator pool, once there is one."""
-    try:
-        return ray.get_actor("rtpo-generator-pool").queue_depth.remote()
-    except (ValueError, RayActorError):
-        return None
+                self._pool = ray.get_actor("rtpo-generator-pool")
+            except (ValueError, RayError):  # it is not there yet
+                return None
+        return self._pool.queue_depth.remote()

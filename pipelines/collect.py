@@ -49,12 +49,12 @@ class Collection:
     retries: int
     deadline: float  # time.time() after which the step gives up
     concurrency: int = 4  # blocks that wait for a generator or are sampled at once; each is a process
+    patience: float = 150.0  # seconds for the pool to answer what it can answer at once
     home: str = ""  # id of the node on which all of this runs and what it makes stays; empty: any
 
     def task(self) -> dict[str, Any]:
         """How Ray Data runs a step: without a CPU, since it mostly waits."""
-        strategy = {"scheduling_strategy": NodeAffinitySchedulingStrategy(self.home, soft=True)} if self.home else {}
-        return {"batch_format": "pyarrow", "batch_size": None, "zero_copy_batch": True, "num_cpus": 0, **strategy}
+        return {"batch_format": "pyarrow", "batch_size": None, "zero_copy_batch": True, "num_cpus": 0, **_stay(self.home)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,21 +87,26 @@ def stage_samples(trunks: ray.data.MaterializedDataset, stage: Stage, method: Al
     return itertools.chain.from_iterable(bundle.block_refs for bundle in samples.iter_internal_ref_bundles())
 
 
-def count_rollouts(rollouts: ray.data.MaterializedDataset, timeout: float, keep: Path | None = None) -> EpisodeCounts:
-    """Counts of a materialised set of episodes, made where the blocks are. `keep`: a folder in which they are kept as well."""
+def count_rollouts(rollouts: ray.data.MaterializedDataset, timeout: float, keep: Path | None = None, home: str = "") -> EpisodeCounts:
+    """Counts of a materialised set of episodes, made where the blocks are. `keep`: a folder in which they are kept as well; `home`: as of a
+    Collection."""
     if keep is not None:
         shutil.rmtree(keep, ignore_errors=True)
         keep.mkdir(parents=True)
-    count = ray.remote(num_cpus=0)(_count)
+    count = ray.remote(num_cpus=0, **_stay(home))(_count)
     blocks = enumerate(rollouts.to_arrow_refs())
     parts = ray.get([count.remote(ref, keep and keep / f"{number:05d}.arrow") for number, ref in blocks], timeout=timeout)
     return sum(parts, EpisodeCounts())
 
 
-def read_episodes(folder: Path) -> ray.data.MaterializedDataset:
-    """What `count_rollouts` kept in `folder`: the episodes, in the object store again."""
-    read = ray.remote(num_cpus=0)(_read)
+def read_episodes(folder: Path, home: str = "") -> ray.data.MaterializedDataset:
+    """What `count_rollouts` kept in `folder`: the episodes, in the object store again, of the node `home`."""
+    read = ray.remote(num_cpus=0, **_stay(home))(_read)
     return ray.data.from_arrow_refs([read.remote(file) for file in sorted(folder.glob("*.arrow"))])
+
+
+def _stay(home: str) -> dict[str, Any]:
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(home, soft=True)} if home else {}
 
 
 def _count(rollouts: pa.Table, keep: Path | None) -> EpisodeCounts:
@@ -160,14 +165,14 @@ def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty:
         try:
             table = ray.get(getattr(lease.generator, method).remote(rows, ask), timeout=max(0.0, collection.deadline - time.time()))
         except (RayActorError, GetTimeoutError) as error:
-            ray.get(collection.pool.report.remote(lease.member, f"{type(error).__name__}: {_first_line(error)}"), timeout=30)
+            _tell(collection, collection.pool.report.remote(lease.member, f"{type(error).__name__}: {_first_line(error)}"))
             deaths += 1
             if deaths == MOST_DEATHS or time.time() >= collection.deadline:
                 done.append(_lost(method, rows, ask, f"{type(error).__name__}: no generator survived it in {deaths} tries, last {lease.member}"))
                 break
             avoid = (*avoid, lease.member)
             continue
-        ray.get(collection.pool.release.remote(lease.member, size), timeout=30)
+        _tell(collection, collection.pool.release.remote(lease.member, size))
         failed = _failed_rows(table)
         if attempt == collection.retries or not any(failed):
             done.append(table)
@@ -187,10 +192,17 @@ def _first_line(error: BaseException) -> str:
 def _lease(collection: Collection, size: int, avoid: tuple[str, ...]) -> Any:
     patience = collection.deadline - time.time()
     try:
-        return ray.get(collection.pool.lease.remote(collection.version, size, avoid, patience), timeout=max(1.0, patience + 30))
+        return ray.get(collection.pool.lease.remote(collection.version, size, avoid, patience), timeout=max(1.0, patience) + collection.patience)
     except GetTimeoutError as error:
         raise DeadlineExceeded(f"the pool did not answer within {patience:.0f} s when asked for a generator "
                                f"at weight version {collection.version}") from error
+
+
+def _tell(collection: Collection, told: Any) -> None:
+    try:
+        ray.get(told, timeout=collection.patience)
+    except GetTimeoutError as error:
+        raise DeadlineExceeded(f"the pool did not take a report within {collection.patience:.0f} s") from error
 
 
 def _lost(method: str, rows: pa.Table, ask: Ask, failure: str) -> pa.Table:

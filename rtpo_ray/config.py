@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import inspect
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from rtpo_ray.algorithms.base import Algorithm
 from rtpo_ray.errors import ConfigError
 from rtpo_ray.options import PLAIN, complaint, opt
 from rtpo_ray.plugins import source_of
-from rtpo_ray.secrets import named
+from rtpo_ray.secrets import conceal, named
 
 # What a resumed run may change: where and how it computes, how long and how often it reports, and nothing that decides what it learns.
 FREE = ("run.name", "run.root", "run.resume", "run.experiment", "run.sweeps", "run.tokens", "run.eval_every", "run.eval_every_tokens",
@@ -311,7 +312,7 @@ def _parse_override(override: str) -> DictConfig:
 
 def _refuse_revealed(layer: DictConfig, origin: str) -> None:
     """OmegaConf would put what the variable holds into the configuration, which is written down."""
-    if "${oc.env:" in OmegaConf.to_yaml(layer, resolve=False):
+    if re.search(r"\$\{\s*oc\.env\b", OmegaConf.to_yaml(layer, resolve=False)):
         raise ConfigError(f"{origin}: ${{oc.env:...}} would write the variable's value into config.yaml; name a secret as env:NAME in "
                           "environment.args, and give other fields their value")
 
@@ -346,7 +347,7 @@ def _explain(error: Exception, layer: DictConfig, origin: str) -> str:
 def _check_together(config: Config) -> None:
     """Fields that exclude each other."""
     environment, sampling, generators = config.environment, config.sampling, config.generators
-    _check_environment_args(environment, here=not config.cluster.address)
+    _check_environment_args(environment, here=not (config.cluster.address or os.environ.get("RAY_ADDRESS")))
     _check_algorithm(config)
     if not config.run.name.isprintable() or not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
         raise ConfigError(f"field run.name is {config.run.name!r}; expected a plain folder name")
@@ -424,7 +425,8 @@ def _check_environment_args(environment: EnvironmentConfig, here: bool) -> None:
         built.check(environment.max_turns)
     except Exception as error:  # a user's constructor may raise anything; the cause is chained
         kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
-        raise ConfigError(f"environment.args {dict(environment.args)} of {name!r}: {kind}{error}") from error
+        message = conceal(f"{kind}{error}", dict(environment.args))
+        raise ConfigError(f"environment.args {dict(environment.args)} of {name!r}: {message}") from error
 
 
 def _check_placement(config: Config, learn: bool) -> None:

@@ -25,9 +25,10 @@ def open_store(host: str, seconds: float) -> dist.TCPStore:
         with socket.socket(family) as listening:  # torch by itself would listen on every interface
             listening.bind((host, 0))
             listening.listen(1024)
-            port = listening.getsockname()[1]
-            return dist.TCPStore(host, port, None, is_master=True, timeout=timedelta(seconds=seconds), wait_for_workers=False,
-                                 master_listen_fd=os.dup(listening.fileno()), use_libuv=True)
+            store = dist.TCPStore(host, listening.getsockname()[1], None, is_master=True, timeout=timedelta(seconds=seconds),
+                                  wait_for_workers=False, master_listen_fd=listening.fileno())
+            listening.detach()  # the store closes it
+            return store
     except (OSError, RuntimeError) as error:
         raise RtpoError(f"no store can be served at {host}: {error}; expected an address of this machine") from error
 
@@ -48,5 +49,5 @@ def use_interface_of(host: str) -> None:
 
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address.partition("%")[0] == host for address in addresses):
-            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(variable, name)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL takes a bare name for a prefix

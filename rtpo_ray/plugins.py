@@ -17,7 +17,7 @@ def load_class(name: str, base: type) -> type[Any]:
     if not Path(path).is_file():
         raise ValueError(f"{name!r}: no file {path} in {Path.cwd()}")
     try:
-        module = _load(str(Path(path).resolve()))
+        module = _load(str(Path(path).resolve()), base.__name__.lower())
     except (Exception, SystemExit) as error:  # a user's file may raise anything; the cause is chained
         raise ValueError(f"{name!r}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
@@ -33,9 +33,9 @@ def source_of(name: str) -> bytes:
 
 
 @functools.cache
-def _load(path: str) -> Any:
-    """The module in the file `path`; every process loads it for itself, so that nothing of it must be pickled."""
-    spec = importlib.util.spec_from_file_location(f"rtpo_ray_plugin_{Path(path).stem}", path)
+def _load(path: str, kind: str) -> Any:
+    """The module in the file `path`; every process loads it for itself, and finds it by a name that does not say where the file is."""
+    spec = importlib.util.spec_from_file_location(f"rtpo_ray_{kind}_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None, f"{path} is no Python file"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up

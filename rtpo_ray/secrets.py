@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 PREFIX = "env:"
+SHORTEST = 4  # letters of a secret: what is shorter is in every text by chance
 
 
 def reveal(value: Any) -> Any:
@@ -21,6 +22,14 @@ def reveal(value: Any) -> Any:
                              "uses it, so on a cluster in that of its nodes")
         return os.environ[name]
     return value
+
+
+def conceal(text: str, value: Any) -> str:
+    """`text` without what the variables hold that `value` names: an error's message may repeat what it was given."""
+    for name in named(value):
+        if len(secret := os.environ.get(name, "")) >= SHORTEST:
+            text = text.replace(secret, f"{PREFIX}{name}")
+    return text
 
 
 def named(value: Any) -> Iterator[str]:

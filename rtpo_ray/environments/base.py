@@ -51,6 +51,7 @@ class Environment:
             `restore` plays them again.
         instant: declare True when a step takes well under a millisecond and waits for nothing; it then runs between two steps of the
             engine. Otherwise it runs in a thread, with the deadline environment.step_timeout.
+        unsaved: names of attributes that no snapshot and no hash may hold; every process sets them when it makes the environment.
         constant: names of attributes that follow from the seed and never change; the state hash, taken every turn, leaves them out.
         system: text of the system message; empty for none.
     """
@@ -58,6 +59,7 @@ class Environment:
     replay: bool = False
     instant: bool = False
     constant: tuple[str, ...] = ()
+    unsaved: tuple[str, ...] = ()
     system: str = ""
 
     def __init__(self) -> None:
@@ -84,16 +86,17 @@ class Environment:
 
     def snapshot(self) -> Any:
         """The whole state. The default is a deep copy of the attributes, made by pickle: it must travel anyway, and pickle is faster."""
-        return pickle.dumps(self.__dict__)
+        return pickle.dumps({name: value for name, value in vars(self).items() if name not in self.unsaved})
 
     def restore(self, snapshot: Any) -> None:
         """Take back a state that `snapshot` made; the snapshot can be restored many times."""
+        own = {name: vars(self)[name] for name in self.unsaved if name in vars(self)}
         self.__dict__.clear()
-        self.__dict__.update(pickle.loads(snapshot))
+        self.__dict__.update(pickle.loads(snapshot) | own)
 
     def state_hash(self) -> str:
         """Hash of the whole state; equal states give equal hashes in every process."""
-        state = {name: value for name, value in vars(self).items() if name not in self.constant}
+        state = {name: value for name, value in vars(self).items() if name not in (*self.constant, *self.unsaved)}
         return hashlib.blake2b(_canonical(state).encode(), digest_size=8).hexdigest()
 
 

@@ -186,12 +186,15 @@ class Learner:
 
     def load_checkpoint(self, path: str) -> None:
         """Continue from `save_checkpoint`, which may have run with another number of ranks."""
-        if not Path(path).is_dir():
-            raise FileNotFoundError(f"checkpoint {path} is not a folder; expected one that save_checkpoint wrote")
         self.finish_checkpoint()
         state = self._state()
+        with self.raised_together():
+            if not Path(path).is_dir():
+                raise CheckpointError(f"checkpoint {path} is not a folder; expected one that save_checkpoint wrote")
+            with _checkpoint_errors(f"{path} could not be read"):
+                reader = _whole(path)
         with _checkpoint_errors(f"{path} could not be read"):
-            dcp.load(state, storage_reader=_whole(path))  # parameters and moments are filled in place
+            dcp.load(state, storage_reader=reader)  # parameters and moments are filled in place
         self.optimizer_steps = int(state["optimizer_steps"].item())
 
     # --- what an update is made of

@@ -31,7 +31,7 @@ class Faulty(Lookup):
         if kind == "hang":
             time.sleep(20)
         if kind == "gate":
-            wait_until(lambda: Path(f"{self.faults}.open").exists(), 100, "the gate to open")
+            wait_until(lambda: Path(f"{self.faults}.open").exists(), 200, "the gate to open")
         if kind == "die":
             os._exit(1)
         return super().step(response_text)

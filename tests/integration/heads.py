@@ -17,6 +17,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 from ray.util.state import list_nodes
 from running import alive, wait_for_end, wait_until
 
+KEEP_WORKERS = {"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold_ms": 600_000}
 BIN = Path(sys.executable).parent
 
 
@@ -63,7 +64,8 @@ class Head:
         self.environment, self._nodes = environment(**variables), []
         command = [BIN / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", f"--ray-client-server-port={client}",
                    f"--dashboard-agent-listen-port={agent}", f"--dashboard-port={web}", "--dashboard-host=127.0.0.1", "--include-dashboard=true",
-                   f"--temp-dir={self.scratch}", f"--num-cpus={cpus}", f"--object-store-memory={256 << 20}", "--disable-usage-stats"]
+                   f"--temp-dir={self.scratch}", f"--num-cpus={cpus}", f"--object-store-memory={256 << 20}", "--disable-usage-stats",
+                   f"--system-config={json.dumps(KEEP_WORKERS)}"]  # as a local cluster of ours: starting a worker takes as long as a stage
         if node_types:
             command.append(f"--autoscaling-config={self._autoscaling(cpus, node_types, idle_minutes)}")
             self.environment |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1",

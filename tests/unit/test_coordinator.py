@@ -62,7 +62,7 @@ def test_stale_samples_are_refused():
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch):
     """Trunks that are read back are those of the fake that made them: none."""
-    monkeypatch.setattr("actors.coordinator.read_episodes", lambda folder: None)
+    monkeypatch.setattr("actors.coordinator.read_episodes", lambda folder, home: None)
 
 
 class Walk(Coordinator):

@@ -39,7 +39,7 @@ def test_collectives_use_the_interface_of_the_nodes_address_unless_the_user_says
     use_interface_of("127.0.0.1")
     (loopback,) = [name for name, addresses in psutil.net_if_addrs().items() if any(one.address == "127.0.0.1" for one in addresses)]
     assert loopback in [name for _, name in socket.if_nameindex()]
-    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == loopback
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (loopback, f"={loopback}")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     use_interface_of("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"

@@ -203,6 +203,26 @@ def test_one_that_is_lost_with_its_node_before_it_is_up_is_replaced_at_once_but_
     asyncio.run(scenario())
 
 
+def test_one_that_is_given_back_before_it_is_up_is_no_loss(killed):
+    gate = asyncio.Event()
+
+    async def starting():
+        await gate.wait()
+        raise RayActorError(error_msg="it was killed")
+
+    async def scenario():
+        pool = make(1, [good, *[starting] * 9], most=5)
+        await pool.fill(0)
+        assert await pool.resize(500, True) == 5
+        await settle()
+        assert await pool.resize(100, True) == 1
+        gate.set()
+        await settle()
+        return pool._stillborn, [m for m, entry in (await pool.status()).items() if entry["state"] != "gone"]
+
+    assert asyncio.run(scenario()) == (0, [name(0)]) and len(killed) == 4
+
+
 def test_no_generator_at_all_is_an_error_with_every_reason(killed):
     async def scenario():
         with pytest.raises(NoGenerators, match=f"no generator became ready: {name(0)}: did not start.*{name(1)}: did not start"):
@@ -252,7 +272,7 @@ def test_the_pool_grows_with_the_work_and_gives_back_only_when_told(killed):
         for one in (name(1), name(2)):
             await pool.serve(one, 0)
         assert await pool.resize(50, False) == 3 and killed == []  # kept warm
-        assert await pool.resize(50, True) == 1
+        assert await pool.resize(500, True) == 1
         assert killed == [name(2), name(1)]  # the newest first
         assert await pool.take_retired() == {name(2): "not needed", name(1): "not needed"}
         assert await pool.resize(10_000, True) == 4 and await pool.fill(0, 4) == [name(3), name(4), name(5)]

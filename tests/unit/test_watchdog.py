@@ -48,12 +48,12 @@ class World:
 
 @pytest.fixture
 def watch(monkeypatch):
-    def run(script, answers, pool=(0,)):
+    def run(script, answers, pool=(0,), start=0):
         world = World(script, answers, pool)
         monkeypatch.setattr(watchdog, "ray", SimpleNamespace(wait=world.wait, get=world.get))
-        monkeypatch.setattr(watchdog, "ask_pool", lambda: "pool")
+        monkeypatch.setattr(watchdog, "Asking", lambda: lambda: "pool")
         coordinator = SimpleNamespace(doing=SimpleNamespace(remote=lambda: "asked"))
-        return watchdog.watched(coordinator, world, lost_after=3, stuck_after=10, period=1, tell=4)
+        return watchdog.watched(coordinator, world, lost_after=3, stuck_after=10, start=start, period=1, tell=4)
     return run
 
 
@@ -99,3 +99,11 @@ def test_a_long_step_is_told_again_and_again(watch, caplog):
 def test_what_kills_it_comes_out(watch):
     with pytest.raises(OSError, match="it died"):
         list(watch([QUIET] * 9, [OSError("it died")]))
+
+
+def test_starting_may_take_longer_than_an_answer(watch):
+    assert list(watch([*[QUIET] * 9, 1, QUIET], [*[None] * 6, ("a", 0)], start=8)) == [1]
+    with pytest.raises(CoordinatorLost, match="the coordinator did not answer for 8 s; the last that the coordinator said: starting"):
+        list(watch([QUIET] * 20, [None], start=8))
+    with pytest.raises(CoordinatorLost, match="the coordinator did not answer for 3 s"):
+        list(watch([QUIET] * 20, [None, ("a", 0), None], start=8))
