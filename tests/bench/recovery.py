@@ -34,7 +34,7 @@ class Witnessed(Disturbed):
             "environment.step_timeout=30", "run.sweeps=100000", "run.eval_tasks=0", "generators.min=3", "learner.ranks=1"])
 
     def busy(self) -> set[int]:
-        """Processes that have begun a task and not finished it."""
+        """Processes that are in the middle of a step."""
         return {process for process in self.processes() if self.unfinished(process)}
 
     def processes(self) -> dict[int, str]:
@@ -44,10 +44,8 @@ class Witnessed(Disturbed):
                 if (actor.name or "").startswith("rtpo-generator-") and actor.name != "rtpo-generator-pool" and actor.pid}
 
     def unfinished(self, process: int) -> set[int]:
-        """Tasks that this process has begun in the last seconds and of which it has some episode under way."""
-        steps = [step for step in read(self.notes) if step[1] == process and step[0] > time.time() - 10]
-        last = {task: (when, end) for when, _, task, end in steps}
-        return {task for task, (_, end) in last.items() if not end}
+        """Tasks of which this process is in the middle of a step: it began less than 0.7 s ago and takes 1 s."""
+        return {task for when, who, task, end in read(self.notes) if who == process and not end and when > time.time() - 0.7}
 
     def until_elsewhere(self, victim: int, tasks: set[int], since: float) -> float:
         """Seconds from `since` until one of these tasks has a step in another process."""
@@ -105,7 +103,7 @@ def summary(values: list[float]) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--generators", type=int, default=9)
+    parser.add_argument("--generators", type=int, default=7)
     parser.add_argument("--nodes", type=int, default=5)
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="rtpo-recovery-"))
