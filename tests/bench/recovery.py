@@ -43,9 +43,9 @@ class Witnessed(Disturbed):
                                                                   limit=1000, timeout=30)
                 if (actor.name or "").startswith("rtpo-generator-") and actor.name != "rtpo-generator-pool" and actor.pid}
 
-    def unfinished(self, process: int) -> set[int]:
-        """Tasks of which this process is in the middle of a step: it began less than 0.7 s ago and takes 1 s."""
-        return {task for when, who, task, end in read(self.notes) if who == process and not end and when > time.time() - 0.7}
+    def unfinished(self, process: int, seconds: float = 0.7) -> set[int]:
+        """Tasks of which this process is in the middle of a step: it began less than `seconds` ago and takes 1 s."""
+        return {task for when, who, task, end in read(self.notes) if who == process and not end and when > time.time() - seconds}
 
     def until_elsewhere(self, victim: int, tasks: set[int], since: float) -> float:
         """Seconds from `since` until one of these tasks has a step in another process."""
@@ -79,11 +79,11 @@ def of_nodes(run: Witnessed, count: int) -> tuple[list[float], list[float], list
         node = run.nodes.pop(0)
         doomed = {pid for pid in run.processes() if pid in {child.pid for child in chaos.psutil.Process(node.pid).children(recursive=True)}}
         (victim,) = doomed
-        tasks, since = run.unfinished(victim), time.time()
+        tasks = wait_until(lambda process=victim: run.unfinished(process, 0.2), 60, "a step that has just begun")  # to kill a node takes a while
+        since = time.time()
         run.head.kill_node(node)
-        if tasks:
-            lost.append(run.until_elsewhere(victim, tasks, since))
-            print("node death", round(lost[-1], 2), flush=True)
+        lost.append(run.until_elsewhere(victim, tasks, since))
+        print("node death", round(lost[-1], 2), flush=True)
         started = time.time()
         run.nodes.append(run.head.add_node({"generator": 1}))
         (new,) = wait_until(lambda known=before: set(run.head.nodes("generator")) - known, 90, "the new node")
