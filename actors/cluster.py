@@ -165,14 +165,14 @@ class EvaluatorActor(CoordinatorActor):
         return f"Evaluator({self._config.environment.path or self._config.environment.name}{on_node()})"
 
     def event(self) -> Event:
-        tame_ray_data(self._config)
+        quiet_ray_data()
         pool, _ = spawn_pool(self._config, self._model_path)
         return next(Evaluator(config=self._config, pool=pool, publisher=AsLoaded(pool)).evaluate(0, 0))
 
 
 def build_coordinator(config: Config, model_path: str) -> Coordinator:
     """A coordinator with a pool, a gang and a publisher of its own."""
-    tame_ray_data(config)
+    quiet_ray_data()
     start = config.cluster.start_timeout
     algorithm = algorithms.build(config.algorithm)
     pool, filling = spawn_pool(config, model_path)
@@ -184,14 +184,6 @@ def build_coordinator(config: Config, model_path: str) -> Coordinator:
         start_timeout=start, patience=config.cluster.lost_after + 30,
         probe_context=wait_for(example.example_context.remote(), start, "a first context"))
     return Coordinator(config=config, algorithm=algorithm, pool=pool, gang=gang, publisher=publisher)
-
-
-def tame_ray_data(config: Config) -> None:
-    """Quiet, and with `generators.resource` on this node alone: those of generators come and go."""
-    quiet_ray_data()
-    if config.generators.resource:
-        context = ray.data.DataContext.get_current()
-        context.scheduling_strategy = context.scheduling_strategy_large_args = here()
 
 
 def quiet_ray_data() -> None:

@@ -113,7 +113,7 @@ class Evaluator:
     def _collection(self) -> Collection:
         sampling = self._config.sampling
         return Collection(pool=self._pool, version=self._version, retries=sampling.retries, deadline=time.time() + sampling.stage_timeout,
-                          concurrency=sampling.concurrency or 2 * self._most, patience=self._patience)
+                          concurrency=sampling.concurrency or 2 * self._most, home=self._home(), patience=self._patience)
 
     def _home(self) -> str:
         """The node on which Ray Data stays: nodes of generators come and go."""

@@ -24,7 +24,6 @@ import ray
 import ray.data
 from pyarrow import feather
 from ray.exceptions import GetTimeoutError, RayActorError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipelines.branching import assemble, requests
 from pipelines.counts import EpisodeCounts, count_episodes
@@ -50,6 +49,11 @@ class Collection:
     deadline: float  # time.time() after which the step gives up
     concurrency: int = 4  # blocks that wait for a generator or are sampled at once; each is a process
     patience: float = 150.0  # seconds for the pool to answer what it can answer at once
+    home: str = ""  # id of the node on which all of this runs and what it makes stays; empty: any
+
+    def task(self) -> dict[str, Any]:
+        """How Ray Data runs a step: without a CPU, since it mostly waits."""
+        return {"batch_format": "pyarrow", "batch_size": None, "zero_copy_batch": True, "num_cpus": 0, **_stay(self.home)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,8 @@ class Ask:
 def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Collection, blocks: int) -> ray.data.MaterializedDataset:
     """Whole episodes of every task (ROLLOUTS rows), left in the object store."""
     at_once = min(collection.concurrency, blocks, max(1, len(tasks)))  # Ray Data warns of more than there are blocks
-    rollouts = dataset(tasks, blocks).map_batches(_sample_tasks, fn_kwargs={"ask": ask, "collection": collection}, concurrency=at_once, **_TASK)
+    rollouts = dataset(tasks, blocks).map_batches(_sample_tasks, fn_kwargs={"ask": ask, "collection": collection}, concurrency=at_once,
+                                                  **collection.task())
     rollouts.set_name(name)
     return rollouts.materialize()
 
@@ -73,7 +78,7 @@ def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Col
 def stage_samples(trunks: ray.data.MaterializedDataset, stage: Stage, method: AlgorithmConfig, ask: Ask, collection: Collection) -> Iterator[Block]:
     """Blocks of SAMPLES rows of one stage, each as soon as its groups are complete. `method` is built again where it is needed."""
     grow = {"stage": stage, "method": method, "ask": ask, "collection": collection}
-    options = {"concurrency": max(1, min(collection.concurrency, trunks.num_blocks())), **_TASK}
+    options = {"concurrency": max(1, min(collection.concurrency, trunks.num_blocks())), **collection.task()}
     samples = (trunks
                .map_batches(_groups, fn_kwargs=grow, **options)
                .map_batches(_samples, fn_kwargs={"method": method}, **options))
@@ -82,8 +87,8 @@ def stage_samples(trunks: ray.data.MaterializedDataset, stage: Stage, method: Al
 
 
 def count_rollouts(rollouts: ray.data.MaterializedDataset, timeout: float, keep: Path | None = None, home: str = "") -> EpisodeCounts:
-    """Counts of a materialised set of episodes, made where the blocks are. `keep`: a folder in which they are kept as well; `home`: the node
-    that does it; empty: any."""
+    """Counts of a materialised set of episodes, made where the blocks are. `keep`: a folder in which they are kept as well; `home`: as of a
+    Collection."""
     if keep is not None:
         shutil.rmtree(keep, ignore_errors=True)
         keep.mkdir(parents=True)
@@ -99,11 +104,8 @@ def read_episodes(folder: Path, home: str = "") -> ray.data.MaterializedDataset:
     return ray.data.from_arrow_refs([read.remote(file) for file in sorted(folder.glob("*.arrow"))])
 
 
-_TASK: dict[str, Any] = {"batch_format": "pyarrow", "batch_size": None, "zero_copy_batch": True, "num_cpus": 0}  # it mostly waits
-
-
 def _stay(home: str) -> dict[str, Any]:
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(home, soft=True)} if home else {}
+    return {"label_selector": {"ray.io/node-id": home}} if home else {}
 
 
 def _count(rollouts: pa.Table, keep: Path | None) -> EpisodeCounts:
