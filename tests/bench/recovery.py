@@ -118,10 +118,13 @@ def main() -> None:
     finally:
         run.close()
         shutil.rmtree(root, ignore_errors=True)
-    found = {"generator death to its work elsewhere, s": summary(killed), "node death to its work elsewhere, s": summary(lost),
-             "start of a node to its registration, s": summary(registered), "registration to its first rollout's first step, s": summary(joined)}
+    taken = {"generator death to its work elsewhere, s": killed, "node death to its work elsewhere, s": lost,
+             "start of a node to its registration, s": registered, "registration to its first rollout's first step, s": joined}
+    found = {what: summary(values) for what, values in taken.items() if values}
+    path = RESULTS / "recovery.json"
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "recovery.json").write_text(json.dumps(found, indent=1) + "\n")
+    known = json.loads(path.read_text()) if path.exists() else {}  # what is not taken this time stays
+    path.write_text(json.dumps(known | found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 
 
