@@ -10,7 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from ray.util.placement_group import get_placement_group, remove_placement_group
 
+from actors.gang import LEARNERS
 from rtpo_ray.config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -44,13 +46,24 @@ def wait_until(condition, seconds, what):
 
 
 def end_actors():
-    """Kill every named actor, and wait until their names are free again."""
+    """Kill every named actor, and wait until their names are free again, and that of the learners' places."""
     for name in ray.util.list_named_actors():
         try:
             ray.kill(ray.get_actor(name))
         except ValueError:  # it has ended meanwhile
             continue
     wait_until(lambda: not ray.util.list_named_actors(), 30, f"the end of {ray.util.list_named_actors()}")
+    if places_of_learners() is not None:
+        remove_placement_group(places_of_learners())
+    wait_until(lambda: places_of_learners() is None, 30, "the end of the learners' placement group")
+
+
+def places_of_learners():
+    """Their placement group, if there is one."""
+    try:
+        return get_placement_group(LEARNERS)
+    except ValueError:
+        return None
 
 
 def alive(process):
