@@ -178,10 +178,10 @@ def build_coordinator(config: Config, model_path: str) -> Coordinator:
     pool, filling = spawn_pool(config, model_path)
     gang = LearnerGang(config, model_path, algorithm.objective)  # loads while the engines start
     wait_for(filling, start + 60, "the first generators to start")
-    example = wait_for(pool.members.remote(), config.cluster.lost_after + 30, "the generator pool's members")[0].generator
+    example = wait_for(pool.members.remote(), config.cluster.patience, "the generator pool's members")[0].generator
     publisher = WeightPublisher(
         gang, pool, config.weights, temperature=config.sampling.temperature, device="cuda" if config.generators.gpus else "cpu",
-        start_timeout=start, patience=config.cluster.lost_after + 30,
+        start_timeout=start, patience=config.cluster.patience,
         probe_context=wait_for(example.example_context.remote(), start, "a first context"))
     return Coordinator(config=config, algorithm=algorithm, pool=pool, gang=gang, publisher=publisher)
 

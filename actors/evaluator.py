@@ -40,7 +40,7 @@ class Evaluator:
         self._config, self._pool, self._publisher = config, pool, publisher
         self._version = 0
         self.doing = Doing("waiting to begin")
-        self._patience = config.cluster.lost_after + 30  # for the pool: the driver's watch notices first when it does not answer
+        self._patience = config.cluster.patience
         self._most = max(config.generators.min, config.generators.max)  # generators
         self._watching = pool and pool.watch.remote(WATCH)  # runs as long as the pool
 

@@ -64,8 +64,13 @@ class ClusterConfig:
     local_cpus: int = opt(0, "logical CPUs of a local cluster; 0: as many as the machine has", least=0)
     dashboard: bool = opt(True, "serve the Ray dashboard of a local cluster")
     start_timeout: float = opt(300.0, "seconds that actors may take to start", above=0)
-    lost_after: float = opt(120.0, "seconds without an answer after which the coordinator is replaced", above=0)
+    lost_after: float = opt(120.0, "seconds without an answer after which the coordinator, or its pool of generators, is replaced", above=0)
     restarts: int = opt(3, "times that a lost coordinator or learner is started again without the run getting further", least=0)
+
+    @property
+    def patience(self) -> float:
+        """Seconds for the pool to answer what it can answer at once: the driver's watch over it decides first."""
+        return self.lost_after + 30
 
 
 @dataclass(kw_only=True)
