@@ -246,6 +246,9 @@ def faults(root: Path, model: str, seed: int, sweeps: int, count: int) -> dict:
             happened.append({"step": run.done(), "kind": kind})
             getattr(run, kind)(rng)
         events = run.finish()
+    except BaseException:
+        print(run.command.text, flush=True)
+        raise
     finally:
         run.close()
     (_, before), (_, expected) = evaluations(plain)

@@ -66,16 +66,18 @@ def test_environments_that_raise_hang_or_poison_a_full_disk_and_a_rank_that_dies
     assert "a learner rank was lost" in resumed["reason"] and resumed["sweep"] == 1 and resumed["undone"] <= 3
 
 
-def test_a_coordinator_that_stands_still_is_replaced(cluster, tiny_model, tmp_path):
+def test_a_coordinator_that_stands_still_is_replaced_and_so_is_a_pool_that_dies(cluster, tiny_model, tmp_path):
     overrides, model = tiny_model
     config = load_config(None, [*overrides, "run.sweeps=1", "run.eval_tasks=0", "cluster.lost_after=5"])
-    events = []
+    events, victims = [], [("rtpo-coordinator", signal.SIGSTOP), ("rtpo-generator-pool", signal.SIGKILL)]
     for event in run_events(config, model, str(tmp_path)):
         events.append(event)
-        if len(events) == 1:
-            process("rtpo-coordinator").send_signal(signal.SIGSTOP)
-    (resumed,) = [event for event in events if event["kind"] == "resume"]
-    assert resumed["reason"].startswith(
+        if event["kind"] == "stage" and victims:
+            name, how = victims.pop(0)
+            process(name).send_signal(how)
+    first, second = [event for event in events if event["kind"] == "resume"]
+    assert first["reason"].startswith(
         "the coordinator was lost: the coordinator did not answer for 5 s; the last that the coordinator said: sweep 0, ")
+    assert second["reason"].startswith("the coordinator was lost: ")
     assert [event["sweep"] for event in events if event["kind"] == "sweep"] == [0]
     wait_until(lambda: not ray.util.list_named_actors(), 30, "the end of the actors")
