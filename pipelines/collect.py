@@ -33,7 +33,7 @@ from pipelines.tasks import dataset
 from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Stage
 from rtpo_ray.config import AlgorithmConfig
-from rtpo_ray.errors import ConservationError, DeadlineExceeded, NoGenerators
+from rtpo_ray.errors import ConservationError, CoordinatorLost, DeadlineExceeded, NoGenerators
 from rtpo_ray.types import Group, Task, failed_rollout
 
 Block: TypeAlias = "ray.ObjectRef[pa.Table]"
@@ -164,14 +164,15 @@ def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty:
         try:
             table = ray.get(getattr(lease.generator, method).remote(rows, ask), timeout=max(0.0, collection.deadline - time.time()))
         except (RayActorError, GetTimeoutError) as error:
-            _tell(collection, collection.pool.report.remote(lease.member, f"{type(error).__name__}: {_first_line(error)}"))
+            reported = collection.pool.report.remote(lease.member, f"{type(error).__name__}: {_first_line(error)}")
+            _answer(reported, collection.patience, "to take a generator out of service")
             deaths += 1
             if deaths == MOST_DEATHS or time.time() >= collection.deadline:
                 done.append(_lost(method, rows, ask, f"{type(error).__name__}: no generator survived it in {deaths} tries, last {lease.member}"))
                 break
             avoid = (*avoid, lease.member)
             continue
-        _tell(collection, collection.pool.release.remote(lease.member, size))
+        _answer(collection.pool.release.remote(lease.member, size), collection.patience, "to take a generator back")
         failed = _failed_rows(table)
         if attempt == collection.retries or not any(failed):
             done.append(table)
@@ -190,18 +191,18 @@ def _first_line(error: BaseException) -> str:
 
 def _lease(collection: Collection, size: int, avoid: tuple[str, ...]) -> Any:
     patience = collection.deadline - time.time()
-    try:
-        return ray.get(collection.pool.lease.remote(collection.version, size, avoid, patience), timeout=max(1.0, patience) + collection.patience)
-    except GetTimeoutError as error:
-        raise DeadlineExceeded(f"the pool did not answer within {patience:.0f} s when asked for a generator "
-                               f"at weight version {collection.version}") from error
+    asked = collection.pool.lease.remote(collection.version, size, avoid, patience)
+    return _answer(asked, max(1.0, patience) + collection.patience, f"for a generator at weight version {collection.version}")
 
 
-def _tell(collection: Collection, told: Any) -> None:
+def _answer(asked: Any, seconds: float, what: str) -> Any:
+    """Of the pool. Its death, which a step may see before anyone else, is its coordinator's loss and no failure of the step."""
     try:
-        ray.get(told, timeout=collection.patience)
+        return ray.get(asked, timeout=seconds)
     except GetTimeoutError as error:
-        raise DeadlineExceeded(f"the pool did not take a report within {collection.patience:.0f} s") from error
+        raise DeadlineExceeded(f"the pool did not answer within {seconds:.0f} s when asked {what}") from error
+    except RayActorError as error:
+        raise CoordinatorLost(f"the generator pool died when it was asked {what}: {_first_line(error)}") from error
 
 
 def _lost(method: str, rows: pa.Table, ask: Ask, failure: str) -> pa.Table:

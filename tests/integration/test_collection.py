@@ -1,6 +1,7 @@
 """Trunks and stages through real Ray Data and real actors, with generators that need no model."""
 
 import functools
+import threading
 import time
 
 import pytest
@@ -8,12 +9,14 @@ import ray
 from players import Gated, KillsAlways, KillsOnce, Player, Ragged, RaisesAlways, RaisesOnce, Shut, Spawn, Unborn, open_pool, status
 from running import wait_until
 
+from actors.cluster import root_cause
 from actors.joining import joining
 from actors.publisher import AsLoaded
 from pipelines.collect import Ask, Collection, collect_episodes, count_rollouts, stage_samples
 from pipelines.counts import StageCounts, count_stage
 from rtpo_ray import algorithms
 from rtpo_ray.config import AlgorithmConfig
+from rtpo_ray.errors import CoordinatorLost
 from rtpo_ray.types import Task
 
 TASKS = [Task(task_id=f"t{seed}", seed=seed) for seed in range(11)]  # of 1, 2, 3, 1, 2, 3 ... turns
@@ -158,6 +161,20 @@ def test_without_anyone_who_can_start_the_rollouts_are_lost_and_say_why(pool_of)
     (message,) = totals.failed
     assert "NoGenerators" in message and "every generator is gone: rtpo-generator-0: ActorDiedError" in message
     assert {entry["state"] for entry in status(pool).values()} == {"gone"}
+
+
+def test_a_pool_that_dies_in_the_middle_is_said_to_be_lost(pool_of):
+    pool = pool_of(Shut)
+
+    def kill():
+        wait_until(lambda: any(entry["leases"] for entry in status(pool).values()), 30, "a lease")
+        ray.kill(pool)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    with pytest.raises(CoordinatorLost, match="the generator pool died when it was asked "), root_cause():
+        trunks(pool, 4)
+    killing.join(30)
 
 
 def test_whoever_comes_up_in_the_middle_of_a_stage_gets_a_part_of_it(pool_of, tmp_path):
