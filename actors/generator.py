@@ -127,6 +127,7 @@ class Generator:
 
     async def _guard(self, rollout_id: str, task_id: str, ask: Ask, begin: Callable[[Episode], None], seed: int) -> Rollout:
         """One episode; whatever environment, template or engine raise costs this rollout alone and is kept as its failure."""
+        episode = None
         try:
             episode = Episode(self._make_environment, self._template, self._settings)
             await episode.off_loop("reset or restore", begin, episode)
@@ -136,7 +137,12 @@ class Generator:
                 raise ValueError(f"the first context leaves no room for a response in generators.max_model_len ({self._settings.max_model_len}); "
                                  "raise it, or set sampling.overlong=drop to count and skip such tasks")
         except Exception as error:  # noqa: BLE001 - anything may come out of a user's environment
-            return failed_rollout(rollout_id, task_id, self._conceal(f"{type(error).__name__}: {error}"))
+            rollout = failed_rollout(rollout_id, task_id, self._conceal(f"{type(error).__name__}: {error}"))
+        try:
+            if episode is not None:
+                await episode.close()
+        except Exception as error:  # noqa: BLE001 - as above; what the episode itself died of comes first
+            return rollout if rollout.failure else failed_rollout(rollout_id, task_id, self._conceal(f"{type(error).__name__}: {error}"))
         return rollout
 
     async def _gather(self, runs: list[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:

@@ -18,7 +18,7 @@ TURN = pa.struct({
     "turn": pa.int32(), "context_ids": pa.list_(pa.int32()), "context_hash": pa.string(), "response_ids": pa.list_(pa.int32()),
     "engine_logprobs": pa.list_(pa.float32()), "weight_version": pa.int64(), "seed": pa.int64(), "temperature": pa.float64(),
     "finish_reason": pa.string(), "observation": pa.string(), "reward": pa.float64(), "state_hash": pa.string(),
-    "tool_calls": pa.int32(), "malformed_calls": pa.int32(), "cached_prompt_tokens": pa.int32(), "kind": pa.string(),
+    "tool_calls": pa.int32(), "malformed_calls": pa.int32(), "failed_calls": pa.int32(), "cached_prompt_tokens": pa.int32(), "kind": pa.string(),
     "train_context_ids": pa.list_(pa.int32())})
 BOUNDARY = pa.struct({"turn": pa.int32(), "context_hash": pa.string(), "state_hash": pa.string(), "snapshot": pa.binary()})
 ROLLOUT = pa.struct({

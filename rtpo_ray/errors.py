@@ -51,3 +51,11 @@ class EngineError(RtpoError):
 
 class NoGenerators(RtpoError):
     """Every generator is gone, or none became ready before the deadline."""
+
+
+class GraderError(RtpoError):
+    """An answer could not be judged; it is neither right nor wrong."""
+
+
+class DataError(RtpoError):
+    """The files of tasks are not there, or lack what the environment reads."""

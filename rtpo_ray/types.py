@@ -38,7 +38,7 @@ class Task:
 
     task_id: str  # unique within its split
     seed: int  # given to Environment.reset
-    payload: dict[str, Any] = field(default_factory=dict)  # JSON-like extras of a dataset row
+    payload: dict[str, Any] = field(default_factory=dict)  # the row of data, JSON-like, by field of the environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,8 @@ class TurnRecord:
     reward: float  # r_k
     state_hash: str  # of the environment at the boundary, before l_k
     tool_calls: int = 0
-    malformed_calls: int = 0
+    malformed_calls: int = 0  # of those: could not be run
+    failed_calls: int = 0  # of those: were run and ended in an error
     cached_prompt_tokens: int = 0
     kind: str = "action"  # or "summary": the model's own account of the turn, sampled after its observation
     train_context_ids: tuple[int, ...] = ()  # where the learner scores the response when that is not c_k; empty: in c_k

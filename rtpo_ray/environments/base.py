@@ -12,15 +12,18 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
-import json
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rtpo_ray.episodes.toolcalls import MalformedCall, ToolCall, parse_hermes
+from rtpo_ray.episodes.toolcalls import FORMATS, MalformedCall, ToolCall
+from rtpo_ray.tools.base import ToolError, Toolset, tool
+
+__all__ = ["Environment", "Observation", "Step", "ToolEnvironment", "ToolError", "Toolset", "tool"]
+
+_GIVEN = ("row", "calls")  # attributes that whoever makes or resets the environment sets: in no snapshot and no hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class Environment:
         unsaved: names of attributes that no snapshot and no hash may hold; every process sets them when it makes the environment.
         constant: names of attributes that follow from the seed and never change; the state hash, taken every turn, leaves them out.
         system: text of the system message; empty for none.
+        fields: of the task's row of data that `reset` reads, when the tasks come from files (the section `data` of the configuration).
+        row: the task's row of data, by field; set before `reset`.
     """
 
     replay: bool = False
@@ -61,6 +66,8 @@ class Environment:
     constant: tuple[str, ...] = ()
     unsaved: tuple[str, ...] = ()
     system: str = ""
+    fields: tuple[str, ...] = ()
+    row: Mapping[str, Any] = {}
 
     def __init__(self) -> None:
         self.rng = random.Random(0)
@@ -86,86 +93,74 @@ class Environment:
 
     def snapshot(self) -> Any:
         """The whole state. The default is a deep copy of the attributes, made by pickle: it must travel anyway, and pickle is faster."""
-        return pickle.dumps({name: value for name, value in vars(self).items() if name not in self.unsaved})
+        return pickle.dumps({name: value for name, value in vars(self).items() if name not in (*self.unsaved, *_GIVEN)})
 
     def restore(self, snapshot: Any) -> None:
         """Take back a state that `snapshot` made; the snapshot can be restored many times."""
-        own = {name: vars(self)[name] for name in self.unsaved if name in vars(self)}
+        own = {name: vars(self)[name] for name in (*self.unsaved, *_GIVEN) if name in vars(self)}
         self.__dict__.clear()
         self.__dict__.update(pickle.loads(snapshot) | own)
 
     def state_hash(self) -> str:
         """Hash of the whole state; equal states give equal hashes in every process."""
-        state = {name: value for name, value in vars(self).items() if name not in (*self.constant, *self.unsaved)}
+        state = {name: value for name, value in vars(self).items() if name not in (*self.constant, *self.unsaved, *_GIVEN)}
         return hashlib.blake2b(_canonical(state).encode(), digest_size=8).hexdigest()
 
-
-def tool(method: Callable[..., str]) -> Callable[..., str]:
-    """Mark a method as a tool. Its type hints and Google-style docstring become its JSON schema."""
-    method._is_tool = True  # type: ignore[attr-defined]
-    return method
+    def close(self) -> None:
+        """Let go of processes and connections; the episode is over. May be called twice."""
 
 
-class ToolEnvironment(Environment):
-    """An environment whose `@tool` methods the model calls in Hermes form; a response without a call is the answer."""
+class ToolEnvironment(Toolset, Environment):
+    """An environment with tools: its own `@tool` methods and those of its `toolsets`. A response without a call is the answer.
+
+    Attributes:
+        toolsets: sets of tools beside its own, part of its state.
+        calls: key of `toolcalls.FORMATS`, how the model writes a call; set by whoever makes the environment.
+    """
+
+    calls: str = "hermes"
+
+    def __init__(self, toolsets: Sequence[Toolset] = ()) -> None:
+        super().__init__()
+        self.toolsets = tuple(toolsets)
 
     def tools(self) -> list[dict[str, Any]]:
-        """Schemas made by transformers from hints and docstrings."""
-        from transformers.utils import get_json_schema
-
-        return [_drop_return(get_json_schema(method)) for method in self._tools().values()]
+        return [schema for provider in self._providers() for schema in provider.schemas()]
 
     def answer(self, text: str) -> Step:
         """Judge a response that calls no tool."""
         raise TypeError(f"{type(self).__name__} must define answer(text)")
 
     def step(self, response_text: str) -> Step:
-        """Run the tool calls in order, or judge the answer. A malformed call becomes an observation that says what was wrong."""
-        calls = parse_hermes(response_text)
+        """Run the tool calls in order, or judge the answer. A call that is malformed or fails becomes an observation that says what was wrong."""
+        calls = FORMATS[self.calls](response_text)
         if not calls:
             return self.answer(response_text.strip())
         results = [self._call(call) for call in calls]
-        malformed = sum(isinstance(call, MalformedCall) or failed for call, (_, failed) in zip(calls, results, strict=True))
-        text = "\n".join(result for result, _ in results)
-        return Step(observation=Observation(text, role="tool"), info={"tool_calls": len(calls), "malformed_calls": malformed})
+        kinds = [kind for _, kind in results]
+        return Step(observation=Observation("\n".join(text for text, _ in results), role="tool"),
+                    info={"tool_calls": len(calls), "malformed_calls": kinds.count("malformed"), "failed_calls": kinds.count("failed")})
 
-    def _tools(self) -> dict[str, Callable[..., str]]:
-        names = [name for name, member in inspect.getmembers(type(self)) if getattr(member, "_is_tool", False)]
-        return {name: getattr(self, name) for name in names}
+    def close(self) -> None:
+        for toolset in self.toolsets:
+            toolset.close()
 
-    def _call(self, call: ToolCall | MalformedCall) -> tuple[str, bool]:
-        """(observation, whether the call was malformed)."""
+    def _providers(self) -> tuple[Toolset, ...]:
+        return (self, *self.toolsets)
+
+    def _call(self, call: ToolCall | MalformedCall) -> tuple[str, str]:
+        """(observation, how the call went: run, malformed or failed)."""
         if isinstance(call, MalformedCall):
-            return f"error: {call.reason}", True
-        tools = self._tools()
-        if call.name not in tools:
-            return f"error: no tool named {call.name!r}; there is {', '.join(tools)}", True
-        wrong = _wrong_arguments(tools[call.name], call.arguments)
-        if wrong:
-            return f"error: {call.name}: {wrong}", True
-        return str(tools[call.name](**call.arguments)), False
-
-
-_JSON_TYPES: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool, "list": list, "dict": dict}
-
-
-def _wrong_arguments(method: Callable[..., str], arguments: dict[str, Any]) -> str:
-    """Why `arguments` do not fit the method; empty when they do."""
-    try:
-        inspect.signature(method).bind(**arguments)
-    except TypeError as error:
-        return str(error)
-    for name, value in arguments.items():
-        hint = str(inspect.get_annotations(method).get(name, "")).removeprefix("<class '").removesuffix("'>")
-        expected = _JSON_TYPES.get(hint)
-        if expected is not None and (not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool)):
-            return f"argument {name!r} is {json.dumps(value)}; expected {hint}"
-    return ""
-
-
-def _drop_return(schema: dict[str, Any]) -> dict[str, Any]:
-    schema["function"].pop("return", None)
-    return schema
+            return f"error: {call.reason}", "malformed"
+        by_name = {name: provider for provider in self._providers() for name in provider.names()}
+        if call.name not in by_name:
+            return f"error: no tool named {call.name!r}; there is {', '.join(by_name)}", "malformed"
+        if wrong := by_name[call.name].misfit(call.name, call.arguments):
+            return f"error: {call.name}: {wrong}", "malformed"
+        try:
+            return by_name[call.name].run(call.name, call.arguments), "run"
+        except ToolError as error:
+            return f"error: {call.name}: {error}", "failed"
 
 
 def _canonical(value: Any) -> str:
@@ -181,5 +176,5 @@ def _canonical(value: Any) -> str:
     if isinstance(value, random.Random):
         return repr(value.getstate())
     if hasattr(value, "__dict__"):
-        return type(value).__qualname__ + _canonical(vars(value))
+        return type(value).__qualname__ + _canonical(value.__getstate__())
     return hashlib.blake2b(pickle.dumps(value), digest_size=8).hexdigest()

@@ -42,12 +42,14 @@ class Episode:
         self._template = template
         self._settings = settings
         self._seed = 0
+        self._row: dict[str, Any] = {}
         self._texts: list[str] = []  # responses so far, for replay
         self.turn = 0
 
     def reset(self, task: Task) -> None:
         """Start a task from its first observation."""
-        self._seed, self._texts, self.turn = task.seed, [], 0
+        self._seed, self._row, self._texts, self.turn = task.seed, task.payload, [], 0
+        self._environment.row = self._row
         first = self._environment.reset(task.seed)
         for builder in self._builders:
             builder.start(self._environment.system, self._environment.tools(), first)
@@ -60,14 +62,15 @@ class Episode:
         """S_k, to be restored anywhere in the cluster."""
         environment = (self._seed, self._texts) if self._environment.replay else self._environment.snapshot()
         contexts = [builder.snapshot() for builder in self._builders]
-        blob = pickle.dumps((self.turn, self._seed, self._texts, environment, contexts))
+        blob = pickle.dumps((self.turn, self._seed, self._row, self._texts, environment, contexts))
         return Boundary(turn=self.turn, context_hash=context_hash(self._builder.context()),
                         state_hash=self._environment.state_hash(), snapshot=blob)
 
     def restore(self, boundary: Boundary) -> None:
         """Become the episode of `boundary`. Raises ContextMismatch when state or context differ from the recorded ones."""
-        self.turn, self._seed, texts, environment, contexts = pickle.loads(boundary.snapshot)
+        self.turn, self._seed, self._row, texts, environment, contexts = pickle.loads(boundary.snapshot)
         self._texts = list(texts)
+        self._environment.row = self._row
         if self._environment.replay:
             self._environment.reset(self._seed)
             for text in self._texts:
@@ -82,6 +85,10 @@ class Episode:
                                   "the environment is not deterministic under its seed, or its snapshot is not complete")
         if context != boundary.context_hash:
             raise ContextMismatch(f"turn {self.turn}: restored context has hash {context}, the trunk had {boundary.context_hash}")
+
+    async def close(self) -> None:
+        """Let the environment go."""
+        await self.off_loop("close", self._environment.close)
 
     async def run(self, engine: Engine, *, rollout_id: str, task_id: str, seed: int, temperature: float, keep_boundaries: bool = False) -> Rollout:
         """Play to the end. Turn k samples with a seed derived from `seed` and k. Raises what engine or environment raise."""
@@ -161,4 +168,5 @@ def _record(turn: int, context: Sequence[int], completion: Completion, sampling:
         temperature=sampling.temperature, finish_reason=completion.finish_reason,
         observation=step.observation.text if step.observation else "", reward=step.reward, state_hash=state_hash,
         tool_calls=int(step.info.get("tool_calls", 0)), malformed_calls=int(step.info.get("malformed_calls", 0)),
+        failed_calls=int(step.info.get("failed_calls", 0)),
         cached_prompt_tokens=completion.cached_prompt_tokens, kind=kind, train_context_ids=train_context_ids)

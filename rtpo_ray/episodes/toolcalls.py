@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,3 +51,6 @@ def _parse_one(body: str, *, closed: bool) -> ToolCall | MalformedCall:
     if not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
         return MalformedCall('"name" must be a string and "arguments" an object')
     return ToolCall(call["name"], call["arguments"])
+
+
+FORMATS: dict[str, Callable[[str], list[ToolCall | MalformedCall]]] = {"hermes": parse_hermes}

@@ -55,7 +55,7 @@ def random_rollout(rng, name, boundaries=True):
         turns.append(turn_record(
             k, context, response, reward=rng.uniform(-1, 1), engine_logprobs=logprobs, weight_version=rng.randrange(2**40), seed=rng.randrange(2**31),
             temperature=rng.random(), finish_reason=rng.choice(("stop", "length")), observation=random_text(rng), state_hash=random_text(rng),
-            tool_calls=rng.randrange(3), malformed_calls=rng.randrange(3), cached_prompt_tokens=rng.randrange(20),
+            tool_calls=rng.randrange(3), malformed_calls=rng.randrange(3), failed_calls=rng.randrange(3), cached_prompt_tokens=rng.randrange(20),
             kind=rng.choice(("action", "summary")), train_context_ids=tuple(rng.randrange(2**31) for _ in range(rng.randint(0, 3)))))
     kept = tuple(Boundary(turn=turn.turn, context_hash=turn.context_hash, state_hash=turn.state_hash, snapshot=rng.randbytes(rng.randint(0, 30)))
                  for turn in turns if boundaries)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rtpo_ray.environments.base import Environment, Observation, Step, ToolEnvironment, tool
+from rtpo_ray.environments.base import Environment, Observation, Step, ToolEnvironment, ToolError, Toolset, tool
 from rtpo_ray.episodes.toolcalls import format_hermes
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def test_calls_that_do_not_fit_become_observations(name, arguments, text):
     shop = Shop()
     step = shop.step(format_hermes(name, arguments))
     assert step.observation == Observation(text or "sold 2 egg", role="tool")
-    assert (step.reward, step.terminated, step.info) == (0.0, False, {"tool_calls": 1, "malformed_calls": int(text is not None)})
+    assert (step.reward, step.terminated, step.info) == (0.0, False, {"tool_calls": 1, "malformed_calls": int(text is not None), "failed_calls": 0})
     assert len(shop.sold) == (text is None)
 
 
@@ -75,7 +75,7 @@ def test_several_calls_run_in_order_and_an_answer_ends_the_episode():
     egg, tea = (format_hermes("sell", {"item": item, "count": count}) for item, count in (("egg", 1), ("tea", 2)))
     step = shop.step(egg + "<tool_call>x</tool_call>" + tea)
     assert step.observation.text.splitlines()[::2] == ["sold 1 egg", "sold 2 tea"]
-    assert step.info == {"tool_calls": 3, "malformed_calls": 1}
+    assert step.info == {"tool_calls": 3, "malformed_calls": 1, "failed_calls": 0}
     assert shop.step(" bye\n") == Step(reward=1.0, terminated=True)
     assert shop.step("hello").reward == 0.0
 
@@ -127,3 +127,68 @@ def test_a_snapshot_is_independent_of_what_follows_and_restores_many_times():
         assert (shop.sold, shop.state_hash(), hasattr(shop, "extra")) == (["kept"], before, False)
         assert shop.rng.random() == future
         shop.sold.append("again")
+
+
+class Counter(Toolset):
+    """Counts; its process is no part of its state."""
+
+    def __init__(self):
+        self.count, self.process, self.closed = 0, object(), 0
+
+    def __getstate__(self):
+        return {"count": self.count}
+
+    @tool
+    def add(self, number: int) -> str:
+        """Add a number.
+
+        Args:
+            number: which
+        """
+        if number < 0:
+            raise ToolError(f"{number} is negative")
+        self.count += number
+        return str(self.count)
+
+    def close(self):
+        self.closed += 1
+
+
+class Market(Shop):
+    def __init__(self):
+        super().__init__()
+        self.toolsets = (Counter(),)
+
+
+def test_toolsets_are_tools_beside_its_own_and_part_of_the_state():
+    market = Market()
+    assert [schema["function"]["name"] for schema in market.tools()] == ["sell", "add"]
+    before = market.state_hash()
+    assert market.step(format_hermes("add", {"number": 4})).observation.text == "4"
+    after, snapshot = market.state_hash(), market.snapshot()
+    market.step(format_hermes("add", {"number": 1}) + format_hermes("sell", {"item": "egg", "count": 1}))
+    assert len({before, after, market.state_hash()}) == 3
+    fresh = Market()
+    fresh.restore(snapshot)
+    assert (fresh.state_hash(), fresh.toolsets[0].count, fresh.sold) == (after, 4, [])
+    assert market.step(format_hermes("buy", {})).observation.text == "error: no tool named 'buy'; there is sell, add"
+    market.close()
+    assert market.toolsets[0].closed == 1
+
+
+def test_a_failed_call_is_an_observation_and_counted_apart_from_malformed_ones():
+    step = Market().step(format_hermes("add", {"number": -1}) + format_hermes("add", {"number": "1"}) + format_hermes("add", {"number": 1}))
+    assert step.observation.text.splitlines() == ["error: add: -1 is negative", 'error: add: argument \'number\' is "1"; expected int', "1"]
+    assert step.info == {"tool_calls": 3, "malformed_calls": 1, "failed_calls": 1}
+
+
+def test_the_row_of_data_and_the_format_of_calls_are_given_and_no_state():
+    market = Market()
+    before = market.state_hash()
+    market.row, market.calls = {"question": "?"}, "hermes"
+    snapshot = market.snapshot()
+    assert market.state_hash() == before
+    other = Market()
+    other.row = {"question": "another"}
+    other.restore(snapshot)
+    assert other.row == {"question": "another"}

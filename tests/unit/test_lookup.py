@@ -57,7 +57,7 @@ def test_following_the_path_by_look_ups_reaches_the_answer():
     entity = environment.start
     for relation in environment.path:
         step = environment.step(ask(entity, relation))
-        assert (step.reward, step.terminated, step.observation.role, step.info) == (0.0, False, "tool", {"tool_calls": 1, "malformed_calls": 0})
+        assert (step.reward, step.terminated, step.observation.role, step.info) == (0.0, False, "tool", {"tool_calls": 1, "malformed_calls": 0, "failed_calls": 0})
         entity = step.observation.text
     assert entity == environment.gold
     assert environment.step(f" {entity}\n").reward == 1.0
@@ -79,7 +79,7 @@ def test_malformed_calls_become_observations_and_are_counted(response, text, cal
     environment.reset(1)
     step = environment.step(response)
     assert (step.terminated, step.truncated, step.reward, step.observation.role) == (False, False, 0.0, "tool")
-    assert step.info == {"tool_calls": calls, "malformed_calls": malformed}
+    assert step.info == {"tool_calls": calls, "malformed_calls": malformed, "failed_calls": 0}
     if text is not None:
         assert step.observation.text == text
     assert environment.seen == []
@@ -161,7 +161,7 @@ def test_a_budget_ends_the_look_ups_but_not_the_episode():
         assert environment.step(text).observation.text != "no look-ups left"
     assert environment.step("<tool_call>x</tool_call>").info["malformed_calls"] == 1  # never ran, so it costs nothing
     two = environment.step(ask(environment.seen[0], second) + ask(start, first))
-    assert two.observation.text == f"{environment.gold}\nno look-ups left" and two.info == {"tool_calls": 2, "malformed_calls": 0}
+    assert two.observation.text == f"{environment.gold}\nno look-ups left" and two.info == {"tool_calls": 2, "malformed_calls": 0, "failed_calls": 0}
     state, seen = environment.state_hash(), list(environment.seen)
     assert environment.step(ask(start, first)).observation.text == "no look-ups left"
     assert (environment.state_hash(), environment.seen) == (state, seen)
