@@ -20,7 +20,8 @@ from actors.spawn import spawn_pool
 from actors.telemetry import RunTelemetry
 from actors.waiting import Doing, here, on_node, wait_for, wait_for_end
 from actors.watchdog import watched
-from rtpo_ray import algorithms
+from pipelines.tasks import TaskSource, source_of
+from rtpo_ray import algorithms, environments
 from rtpo_ray.config import DATA_CPUS, Config
 from rtpo_ray.errors import ConfigError, CoordinatorLost
 from rtpo_ray.ledger import Ledger, Progress
@@ -166,15 +167,16 @@ class EvaluatorActor(CoordinatorActor):
 
     def event(self) -> Event:
         quiet_ray_data()
+        tasks = tasks_of(self._config)
         pool, _ = spawn_pool(self._config, self._model_path)
-        return next(Evaluator(config=self._config, pool=pool, publisher=AsLoaded(pool)).evaluate(0, 0))
+        return next(Evaluator(config=self._config, pool=pool, publisher=AsLoaded(pool), tasks=tasks).evaluate(0, 0))
 
 
 def build_coordinator(config: Config, model_path: str) -> Coordinator:
     """A coordinator with a pool, a gang and a publisher of its own."""
     quiet_ray_data()
     start = config.cluster.start_timeout
-    algorithm = algorithms.build(config.algorithm)
+    algorithm, tasks = algorithms.build(config.algorithm), tasks_of(config)
     pool, filling = spawn_pool(config, model_path)
     gang = LearnerGang(config, model_path, algorithm.objective)  # loads while the engines start
     wait_for(filling, start + 60, "the first generators to start")
@@ -183,7 +185,13 @@ def build_coordinator(config: Config, model_path: str) -> Coordinator:
         gang, pool, config.weights, temperature=config.sampling.temperature, device="cuda" if config.generators.gpus else "cpu",
         start_timeout=start, patience=config.cluster.patience,
         probe_context=wait_for(example.example_context.remote(), start, "a first context"))
-    return Coordinator(config=config, algorithm=algorithm, pool=pool, gang=gang, publisher=publisher)
+    return Coordinator(config=config, algorithm=algorithm, pool=pool, gang=gang, publisher=publisher, tasks=tasks)
+
+
+def tasks_of(config: Config) -> TaskSource:
+    """Where the configured tasks come from, with what is read of their files on the coordinator's node."""
+    home = ray.get_runtime_context().get_node_id() if config.generators.resource else ""
+    return source_of(config, environments.build(config.environment).fields, home)
 
 
 def quiet_ray_data() -> None:

@@ -26,17 +26,18 @@ from typing import Any
 
 import ray.data
 
-from actors.evaluator import Evaluator, Event, rate
+from actors.evaluator import Evaluator, Event
 from actors.gang import LearnerGang
 from actors.publisher import Published, WeightPublisher
 from actors.waiting import wait_for
-from pipelines import tasks
 from pipelines.collect import count_rollouts, read_episodes, stage_samples
 from pipelines.counts import EpisodeCounts, StageCounts
+from pipelines.tasks import TaskSource
 from rtpo_ray.algorithms.base import Algorithm, Stage
 from rtpo_ray.config import Config
 from rtpo_ray.errors import CheckpointError, ConservationError, DeadlineExceeded, LearnerLost, RtpoError, WeightSyncError
 from rtpo_ray.ledger import Ledger, Progress, state_folder, trunks_folder
+from rtpo_ray.reports.scores import rate
 from rtpo_ray.types import UpdateResult, derive_seed
 
 BARREN_SWEEPS = 3  # sweeps in a row without any trunk that end a run: whatever breaks them is there to stay
@@ -49,10 +50,12 @@ class Coordinator(Evaluator):
     pool: actor handle of the generator pool.
     gang: the learner ranks.
     publisher: brings generators to the learner's weights.
+    tasks: where they come from; by default from seeds.
     """
 
-    def __init__(self, *, config: Config, algorithm: Algorithm, pool: Any, gang: LearnerGang, publisher: WeightPublisher) -> None:
-        super().__init__(config=config, pool=pool, publisher=publisher)
+    def __init__(self, *, config: Config, algorithm: Algorithm, pool: Any, gang: LearnerGang, publisher: WeightPublisher,
+                 tasks: TaskSource | None = None) -> None:
+        super().__init__(config=config, pool=pool, publisher=publisher, tasks=tasks)
         self._algorithm, self._gang = algorithm, gang
         self._at = Progress()  # where the run stands
         self._barren = 0  # sweeps in a row whose trunks all failed
@@ -108,7 +111,7 @@ class Coordinator(Evaluator):
         if self._at.unpublished:
             spent.append({"broadcast": self._push().seconds})
         event = {"kind": "sweep", "sweep": sweep, "tasks": self._config.sampling.tasks_per_sweep,
-                 "trunk_success": rate(counts.successes, counts.episodes),
+                 "trunk_success": rate(counts.successes, counts.judged),
                  "trunk_turns_mean": rate(counts.turns, counts.episodes), "trunk_ends": dict(counts.ends), "failed": dict(counts.failed),
                  "failed_first": counts.failed_first, "generated_tokens": counts.generated_tokens, "weight_version": self._at.version,
                  "retired": self._retired(), "seconds": _phases(spent, time.perf_counter() - started)}
@@ -122,7 +125,7 @@ class Coordinator(Evaluator):
             trunks = read_episodes(trunks_folder(self._folder, sweep), self._home())
             return trunks, count_rollouts(trunks, self._config.sampling.stage_timeout, home=self._home()), []
         self.doing.now(f"sweep {sweep}, trunks: {method.n_trunks} of {self._config.sampling.tasks_per_sweep} tasks each")
-        batch = tasks.training_tasks(self._config.run.seed, sweep, self._config.sampling.tasks_per_sweep)
+        batch = self._tasks.training(sweep, self._config.sampling.tasks_per_sweep)
         ask = self._ask("trunks", sweep, count=method.n_trunks, keep_boundaries=method.branching)
         trunks, counts, busy = self._episodes(batch, "trunks", ask, kept)
         self._barren = self._barren + 1 if counts.failed.total() == counts.episodes else 0

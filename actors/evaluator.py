@@ -16,11 +16,12 @@ import ray.data
 from actors.joining import joining
 from actors.publisher import AsLoaded, Published, WeightPublisher
 from actors.waiting import Doing, wait_for
-from pipelines import tasks
 from pipelines.collect import Ask, Collection, collect_episodes, count_rollouts
 from pipelines.counts import EpisodeCounts
+from pipelines.tasks import SeedTasks, TaskSource
 from rtpo_ray.config import Config
 from rtpo_ray.errors import ConservationError
+from rtpo_ray.reports.scores import rate, summarise
 from rtpo_ray.types import Task, derive_seed
 
 Event = dict[str, Any]
@@ -34,10 +35,12 @@ class Evaluator:
     config: the whole configuration.
     pool: actor handle of the generator pool.
     publisher: brings generators to a weight version.
+    tasks: where they come from; by default from seeds.
     """
 
-    def __init__(self, *, config: Config, pool: Any, publisher: WeightPublisher | AsLoaded) -> None:
+    def __init__(self, *, config: Config, pool: Any, publisher: WeightPublisher | AsLoaded, tasks: TaskSource | None = None) -> None:
         self._config, self._pool, self._publisher = config, pool, publisher
+        self._tasks = tasks or SeedTasks(config.run.seed)
         self._version = 0
         self.doing = Doing("waiting to begin")
         self._patience = config.cluster.patience
@@ -48,20 +51,19 @@ class Evaluator:
         return f"{type(self).__name__}({self._config.algorithm.name}, {self._config.run.name})"
 
     def evaluate(self, done: int, tokens: int) -> Iterator[Event]:
-        """Held-out tasks, sampled and greedy, by the present weights, after `done` sweeps and `tokens` generated tokens."""
-        count = self._config.run.eval_tasks
-        if not count:
+        """Held-out tasks, `run.eval_samples` times sampled and once greedily, by the present weights, after `done` sweeps and `tokens` generated
+        tokens."""
+        run = self._config.run
+        if not run.eval_tasks:
             return
         started = time.perf_counter()
-        self.doing.now(f"evaluation after {done} sweeps: {count} tasks, sampled and greedy")
-        batch = tasks.held_out_tasks(count)
-        _, sampled, _ = self._episodes(batch, "evaluation", self._ask("evaluation", done))
-        _, greedy, _ = self._episodes(batch, "evaluation", replace(self._ask("evaluation", done), temperature=0.0))
-        yield {"kind": "eval", "sweep": done, "tokens": tokens, "tasks": count, "weight_version": self._version,
-               "success": rate(sampled.successes, sampled.episodes),
-               "success_greedy": rate(greedy.successes, greedy.episodes), "turns_mean": rate(sampled.turns, sampled.episodes),
-               "tool_calls_mean": rate(sampled.tool_calls, sampled.episodes), "malformed_calls": sampled.malformed_calls,
-               "ends": dict(sampled.ends),
+        self.doing.now(f"evaluation after {done} sweeps: {run.eval_tasks} tasks, {run.eval_samples} times sampled")
+        batch = self._tasks.held_out(run.eval_tasks)
+        ask = self._ask("evaluation", done, count=run.eval_samples)
+        _, sampled, _ = self._episodes(batch, "evaluation", ask)
+        greedy = self._episodes(batch, "evaluation", replace(ask, temperature=0.0, count=1))[1] if run.eval_greedy else EpisodeCounts()
+        yield {"kind": "eval", "sweep": done, "tokens": tokens, "tasks": len(batch), "weight_version": self._version,
+               **summarise(sampled, run.eval_samples), "success_greedy": rate(greedy.successes, greedy.judged), "ends": dict(sampled.ends),
                "failed": dict(sampled.failed + greedy.failed), "failed_first": {**greedy.failed_first, **sampled.failed_first},
                "retired": self._retired(),
                "seconds": time.perf_counter() - started}
@@ -127,8 +129,3 @@ class Evaluator:
         """Generators taken out of service since the last event, with the reason."""
         retired: dict[str, str] = wait_for(self._pool.take_retired.remote(), self._patience, "the generator pool's members")
         return retired
-
-
-def rate(part: float, whole: float) -> float | None:
-    """part / whole; None of nothing."""
-    return part / whole if whole else None

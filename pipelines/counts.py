@@ -79,15 +79,24 @@ class EpisodeCounts:
     """Sums over whole episodes: trunks or evaluation."""
 
     episodes: int = 0
-    successes: int = 0
+    successes: int = 0  # with a positive return
+    returns: float = 0.0  # sum
     turns: int = 0
     tool_calls: int = 0
     malformed_calls: int = 0
+    failed_calls: int = 0
+    cut: int = 0  # episodes that a limit ended: of turns, of the context or of a response
     generated_tokens: int = 0
+    tasks: Counter[tuple[int, int]] = field(default_factory=Counter)  # by (episodes judged, of them successes)
     boundaries: Counter[int] = field(default_factory=Counter)  # by turn
     ends: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)  # episodes by error message
     failed_first: dict[str, str] = field(default_factory=dict)  # the first episode by error message
+
+    @property
+    def judged(self) -> int:
+        """Episodes that came to an end: one that failed is neither a success nor none."""
+        return self.episodes - self.failed.total()
 
     def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
         return EpisodeCounts(**{name: _join(getattr(self, name), getattr(other, name)) for name in self.__slots__})
@@ -96,16 +105,23 @@ class EpisodeCounts:
 def count_episodes(table: pa.Table) -> EpisodeCounts:
     """Counts of ROLLOUTS rows."""
     counts = EpisodeCounts()
+    by_task: dict[str, list[bool]] = {}  # all episodes of a task lie in one table
     for rollout in table_to_rollouts(table):
         counts.episodes += 1
         counts.successes += rollout.returns_to_go > 0
+        counts.returns += rollout.returns_to_go
         counts.turns += sum(turn.kind == "action" for turn in rollout.turns)
         counts.tool_calls += sum(turn.tool_calls for turn in rollout.turns)
         counts.malformed_calls += sum(turn.malformed_calls for turn in rollout.turns)
+        counts.failed_calls += sum(turn.failed_calls for turn in rollout.turns)
+        counts.cut += rollout.end in ("truncated", "overlong") or any(turn.finish_reason == "length" for turn in rollout.turns)
         counts.generated_tokens += sum(len(turn.response_ids) for turn in rollout.turns)
         counts.boundaries.update(boundary.turn for boundary in rollout.boundaries)
         counts.ends[rollout.end] += 1
         if rollout.end == "failed":
             counts.failed[rollout.failure] += 1
             counts.failed_first.setdefault(rollout.failure, rollout.rollout_id)
+        else:
+            by_task.setdefault(rollout.task_id, []).append(rollout.returns_to_go > 0)
+    counts.tasks = Counter((len(successes), sum(successes)) for successes in by_task.values())
     return counts

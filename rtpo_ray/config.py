@@ -29,7 +29,8 @@ from rtpo_ray.secrets import conceal, named
 
 # What a resumed run may change: where and how it computes, how long and how often it reports, and nothing that decides what it learns.
 FREE = ("run.name", "run.root", "run.resume", "run.experiment", "run.sweeps", "run.tokens", "run.eval_every", "run.eval_every_tokens",
-        "run.eval_tasks", "run.checkpoint_every", "run.state_every", "run.keep_states", "run.aim", "cluster.", "environment.step_timeout",
+        "run.eval_tasks", "run.eval_samples", "run.eval_greedy", "run.checkpoint_every", "run.state_every", "run.keep_states", "run.aim", "cluster.",
+        "environment.step_timeout",
         "sampling.retries", "sampling.concurrency", "sampling.stage_timeout",
         "generators.min", "generators.max", "generators.release", "generators.lost_after",
         "generators.cpus", "generators.gpus", "generators.resource", "generators.threads", "generators.max_num_seqs", "generators.kv_cache_mb",
@@ -50,7 +51,9 @@ class RunConfig:
     tokens: int = opt(0, "generated tokens after which no further sweep starts; 0: sweeps decide", least=0)
     eval_every: int = opt(5, "sweeps between evaluations; 0: only before and after", least=0)
     eval_every_tokens: int = opt(0, "generated tokens between evaluations, instead of sweeps; 0: off", least=0)
-    eval_tasks: int = opt(256, "held-out tasks of an evaluation; 0: no evaluation", least=0)
+    eval_tasks: int = opt(256, "held-out tasks of an evaluation, at most; 0: no evaluation", least=0)
+    eval_samples: int = opt(1, "k: episodes sampled of each of them, for pass@k and avg@k", least=1)
+    eval_greedy: bool = opt(True, "play each of them once more at temperature 0")
     checkpoint_every: int = opt(0, "sweeps between checkpoints that are kept for good; 0: only the final model", least=0)
     state_every: int = opt(1, "updates between saved states of the learner, from which a run is resumed; 0: none", least=0)
     keep_states: int = opt(2, "how many of the last saved states are kept", least=1)
@@ -106,6 +109,18 @@ class EnvironmentConfig:
     train_context: str = opt("recorded", "what the learner scores a response in: the context that the engine saw, or the whole conversation "
                              "concatenated, which is another one unless context=append", choices=("recorded", "concatenated"))
     step_timeout: float = opt(60.0, "seconds that one environment step may take", above=0)
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Files of tasks, for environments that read them; the others make a task from its seed."""
+
+    train: str = opt("", "file, pattern or folder of .jsonl, .json, .parquet or .arrow files (as of Hugging Face), one row a training task")
+    held_out: str = opt("", "the same for evaluation; empty: held_out_share of train")
+    held_out_share: float = opt(0.0, "share of train that is held out for evaluation", least=0, most=1)
+    fields: dict[str, str] = field(default_factory=dict, metadata={"doc": "field of the environment: column of the files, where they are not called "
+                                                                         "the same"})
+    shuffle: bool = opt(True, "train in an order that run.seed decides, another one in every epoch; else in the files'")
 
 
 @dataclass(kw_only=True)
@@ -177,6 +192,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generators: GeneratorConfig = field(default_factory=GeneratorConfig)
@@ -226,6 +242,8 @@ def load_layers(layers: Sequence[tuple[str, DictConfig]], *, learn: bool = True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"field {getattr(error, 'full_key', None) or '?'}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
+    if learn and config.data.held_out and not config.data.train:
+        raise ConfigError(f"field data.train is empty; expected files to train on beside data.held_out ({config.data.held_out!r})")
     _check_placement(config, learn)
     return config
 
@@ -352,7 +370,7 @@ def _explain(error: Exception, layer: DictConfig, origin: str) -> str:
 def _check_together(config: Config) -> None:
     """Fields that exclude each other."""
     environment, sampling, generators = config.environment, config.sampling, config.generators
-    _check_environment_args(environment, here=not (config.cluster.address or os.environ.get("RAY_ADDRESS")))
+    _check_environment_args(environment, config.data, config.run, here=not (config.cluster.address or os.environ.get("RAY_ADDRESS")))
     _check_algorithm(config)
     if not config.run.name.isprintable() or not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
         raise ConfigError(f"field run.name is {config.run.name!r}; expected a plain folder name")
@@ -409,7 +427,7 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(f"field algorithm.name is {name!r}: {kind}{error}") from error
 
 
-def _check_environment_args(environment: EnvironmentConfig, here: bool) -> None:
+def _check_environment_args(environment: EnvironmentConfig, data: DataConfig, run: RunConfig, here: bool) -> None:
     """Build the environment once: its constructor knows what is valid. `here`: whether it will run on this machine, with its secrets."""
     name = environment.path or environment.name
     try:
@@ -432,6 +450,25 @@ def _check_environment_args(environment: EnvironmentConfig, here: bool) -> None:
         kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
         message = conceal(f"{kind}{error}", dict(environment.args))
         raise ConfigError(f"environment.args {dict(environment.args)} of {name!r}: {message}") from error
+    _check_data(data, run, name, built.fields)
+
+
+def _check_data(data: DataConfig, run: RunConfig, name: str, fields: Sequence[str]) -> None:
+    """Whether the tasks come from where the environment looks for them. The files themselves may be on another machine."""
+    if not fields:
+        if data.train or data.held_out:
+            which = "train" if data.train else "held_out"
+            raise ConfigError(f"field data.{which} is {data.train or data.held_out!r}, but environment {name!r} makes its tasks from seeds and reads "
+                              "no file; leave the section data out")
+        return
+    if not (data.train or data.held_out):
+        raise ConfigError(f"field data.train is empty, but environment {name!r} reads {', '.join(fields)} of every task from files; name them")
+    for key in data.fields:
+        if key not in fields:
+            raise ConfigError(f"unknown field data.fields.{key}: environment {name!r} reads {', '.join(fields)}")
+    if run.eval_tasks and not data.held_out and not data.held_out_share:
+        raise ConfigError("field data.held_out is empty and data.held_out_share is 0, so there is nothing to evaluate on; set one of them, or "
+                          "run.eval_tasks=0")
 
 
 def _check_placement(config: Config, learn: bool) -> None:

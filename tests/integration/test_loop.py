@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.publisher import AsLoaded
 from actors.spawn import spawn_pool
-from pipelines import tasks
 from pipelines.collect import Ask, Collection, collect_episodes, stage_samples
 from pipelines.rows import table_to_rollouts
+from pipelines.tasks import SeedTasks
 from rtpo_ray import algorithms
 from rtpo_ray.config import AlgorithmConfig, load_config
 from rtpo_ray.types import derive_seed
@@ -75,7 +75,7 @@ EVERY_SIBLING = AlgorithmConfig(args={"n_siblings": 4, "kl_coef": 0.1})  # with 
 
 def first_sweep(pool, config, blocks):
     """Trunks and the siblings of turn 0 as token ids, from the seeds of the first sweep."""
-    batch = tasks.training_tasks(config.run.seed, 0, config.sampling.tasks_per_sweep)
+    batch = SeedTasks(config.run.seed).training(0, config.sampling.tasks_per_sweep)
     asks = [Ask(seed=derive_seed(config.run.seed, *where), temperature=1.0, keep_boundaries=keep)
             for where, keep in ((("trunks", 0), True), (("siblings", 0, 0), False))]
     last = algorithms.build(EVERY_SIBLING).stages(config.environment.max_turns)[-1]

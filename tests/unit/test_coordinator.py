@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.coordinator import Coordinator, _phases, rate, stage_event, stage_name
+from actors.coordinator import Coordinator, _phases, stage_event, stage_name
 from actors.publisher import Published
 from pipelines.counts import EpisodeCounts, StageCounts
 from rtpo_ray import algorithms
@@ -18,6 +18,7 @@ from rtpo_ray.algorithms.base import Stage
 from rtpo_ray.config import AlgorithmConfig, Config, EnvironmentConfig, RunConfig, SamplingConfig
 from rtpo_ray.errors import CheckpointError, ConservationError, LearnerLost, RtpoError, WeightSyncError
 from rtpo_ray.ledger import Ledger, trunks_folder
+from rtpo_ray.reports.scores import rate
 from rtpo_ray.types import UpdateResult
 
 STAGE = Stage(turn=1, n_siblings=4)

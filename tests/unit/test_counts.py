@@ -78,16 +78,23 @@ def test_episodes_by_hand():
     rollouts = [
         Rollout(rollout_id="a", task_id="t", turns=turns, boundaries=boundaries),
         Rollout(rollout_id="b", task_id="t", turns=turns[:1], boundaries=boundaries[:1], end="truncated"),
+        Rollout(rollout_id="d", task_id="u", turns=(turn_record(0, finish_reason="length", tool_calls=2, failed_calls=2),)),
         failed("c", "E: lost")]
-    assert count_episodes(rollouts_to_table(rollouts)) == EpisodeCounts(
-        episodes=3, successes=1, turns=3, tool_calls=5, malformed_calls=2, generated_tokens=7, boundaries=Counter({0: 2, 1: 1}),
-        ends=Counter(terminated=1, truncated=1, failed=1), failed=Counter({"E: lost": 1}), failed_first={"E: lost": "c"})
+    counts = count_episodes(rollouts_to_table(rollouts))
+    assert counts.judged == 3
+    assert counts == EpisodeCounts(
+        episodes=4, successes=1, returns=1.0, turns=4, failed_calls=2, cut=2, tasks=Counter({(2, 1): 1, (1, 0): 1}), tool_calls=7, malformed_calls=2,
+        generated_tokens=9, boundaries=Counter({0: 2, 1: 1}),
+        ends=Counter(terminated=2, truncated=1, failed=1), failed=Counter({"E: lost": 1}), failed_first={"E: lost": "c"})
 
 
 def test_parts_of_a_set_of_episodes_add_up():
-    rollouts = [random_rollout(rng_of(i), f"r{i}") for i in range(9)]
+    rollouts = [replace(random_rollout(rng_of(i), f"r{i}"), task_id=f"t{i // 2}") for i in range(10)]
     parts = [count_episodes(rollouts_to_table(part)) for part in (rollouts[:4], rollouts[4:4], rollouts[4:])]
-    assert sum(parts, EpisodeCounts()) == count_episodes(rollouts_to_table(rollouts))
+    whole, summed = count_episodes(rollouts_to_table(rollouts)), sum(parts, EpisodeCounts())
+    assert whole.tasks.total() == 5 and summed.returns == pytest.approx(whole.returns)
+    summed.returns = whole.returns
+    assert summed == whole
 
 
 def test_a_summary_is_no_turn():
