@@ -21,8 +21,6 @@ from rtpo_ray.data import find_files, read_rows, to_fields
 from rtpo_ray.errors import DataError
 from rtpo_ray.types import Task, derive_seed
 
-ROWS_A_BLOCK = 4096
-
 
 class TaskSource(Protocol):
     """Where tasks come from."""
@@ -102,11 +100,10 @@ class Rows:
         self._timeout = timeout
         files = find_files(field, name)
         read = ray.data.from_items([{"file": file, "number": number} for number, file in enumerate(files)], override_num_blocks=len(files))
-        rows = read.map_batches(_read, fn_kwargs={"columns": columns, "fields": tuple(fields), "size": ROWS_A_BLOCK}, batch_format="pyarrow",
-                                batch_size=1, num_cpus=0, concurrency=min(len(files), 4), **self._stay)
-        rows.set_name("data")
-        done = rows.materialize()
-        self._blocks = done.to_arrow_refs()
+        found = read.map_batches(_read, fn_kwargs={"columns": columns, "fields": tuple(fields)}, batch_format="pyarrow", batch_size=1,
+                                num_cpus=0, concurrency=min(len(files), 4), **self._stay)
+        found.set_name("data")
+        self._blocks = found.materialize().to_arrow_refs()
         places = sorted((*place, number) for number, place in enumerate(self._places()) if place)  # blocks come as they are ready
         self._ordered = [(number, size) for *_, size, number in places]
         self._ends = list(itertools.accumulate(size for _, size in self._ordered))
@@ -151,14 +148,12 @@ def dataset(tasks: Sequence[Task], blocks: int) -> ray.data.Dataset:
     return ray.data.from_items(tasks_to_table(tasks).to_pylist(), override_num_blocks=max(1, min(blocks, len(tasks))))
 
 
-def _read(files: pa.Table, *, columns: dict[str, str], fields: tuple[str, ...], size: int) -> Iterator[pa.Table]:
+def _read(files: pa.Table, *, columns: dict[str, str], fields: tuple[str, ...]) -> Iterator[pa.Table]:
     """(file, number) to (number, place, row) rows: the file's number, the row's place in it, its fields as JSON."""
     for file, number in zip(files["file"].to_pylist(), files["number"].to_pylist(), strict=True):
-        rows = enumerate(json.dumps(to_fields(row, columns, fields, f"{file}, row {place}"), default=str)
-                         for place, row in enumerate(read_rows(file)))
-        while part := list(itertools.islice(rows, size)):
-            places, texts = zip(*part, strict=True)
-            yield pa.table({"number": [number] * len(part), "place": places, "row": texts})
+        rows = [json.dumps(to_fields(row, columns, fields, f"{file}, row {place}"), default=str) for place, row in enumerate(read_rows(file))]
+        if rows:
+            yield pa.table({"number": [number] * len(rows), "place": range(len(rows)), "row": rows})
 
 
 def _place(block: pa.Table) -> tuple[int, ...]:

