@@ -19,7 +19,7 @@ from rtpo_ray.config import Config
 from rtpo_ray.engines.base import Engine
 from rtpo_ray.engines.vllm import VllmEngine
 from rtpo_ray.episodes.contexts import ChatTemplate
-from rtpo_ray.episodes.episode import EpisodeSettings
+from rtpo_ray.episodes.episode import episode_settings
 from rtpo_ray.network import use_interface_of
 from rtpo_ray.secrets import conceal
 
@@ -73,10 +73,3 @@ class GeneratorActor(Generator):
             template=ChatTemplate(AutoTokenizer.from_pretrained(model_path)), settings=episode_settings(config),
             overlong=config.sampling.overlong, concurrency=4 * generators.max_num_seqs,
             conceal=lambda text: conceal(text, dict(config.environment.args)))
-
-
-def episode_settings(config: Config) -> EpisodeSettings:
-    return EpisodeSettings(
-        max_turns=config.environment.max_turns, context=config.environment.context, window=config.environment.window,
-        train_context=config.environment.train_context, max_response_tokens=config.sampling.max_response_tokens,
-        max_model_len=config.generators.max_model_len, step_timeout=config.environment.step_timeout)

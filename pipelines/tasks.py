@@ -82,7 +82,7 @@ class FileTasks:
         count = len(self._open("data.train"))
         if self._data.held_out:
             return list(range(count)), []
-        apart = round(count * self._data.held_out_share)
+        apart = max(1, round(count * self._data.held_out_share)) if self._data.held_out_share else 0
         order = _shuffled("held-out", count)
         if apart == count:
             raise DataError(f"field data.held_out_share is {self._data.held_out_share}: of {count} rows of data.train none is left to train on")

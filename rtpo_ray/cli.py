@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         return {"train": train, "evaluate": evaluate, "compare": compare, "theory": theory, "submit": submit, "stop": stop,
-                "status": status}[args.command](args)
+                "status": status, "doctor": doctor}[args.command](args)
     except ConfigError as error:
         print(f"rtpo: configuration error: {error}", file=sys.stderr)
         return BAD_CONFIG
@@ -86,7 +86,7 @@ def _resumed_config(args: argparse.Namespace) -> Config:
     """The configuration of the run in the folder that --resume names, under the overrides."""
     folder = Path(args.resume).expanduser().resolve()
     if args.config:
-        raise ConfigError(f"--config {args.config} and --resume {args.resume} exclude each other: a run goes on as its config.yaml says")
+        raise ConfigError(f"--config {args.config[0]} and --resume {args.resume} exclude each other: a run goes on as its config.yaml says")
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"--resume {args.resume}: {folder} holds no config.yaml, so it is no run; expected a folder such as runs/NAME")
     here = [f"run.root={folder.parent}", f"run.name={folder.name}", "run.resume=true"]
@@ -115,7 +115,9 @@ def compare(args: argparse.Namespace) -> int:
 
     if not args.config:
         raise ConfigError("rtpo compare needs --config FILE, for example conf/compare/lookup.yaml")
-    comparison = load_comparison(args.config, args.overrides)
+    if len(args.config) > 1:
+        raise ConfigError(f"--config is given {len(args.config)} times; expected once, the file of the comparison")
+    comparison = load_comparison(args.config[0], args.overrides)
     waiting = unfinished(comparison)
     if not waiting:
         folder = run_comparison(comparison, lambda config: None, _say)
@@ -165,24 +167,49 @@ def evaluate(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, _terminate)
         with _signals():
             event = cluster.evaluate(config, model_path)
+    from rtpo_ray.reports.scores import score_lines
     from rtpo_ray.reports.tracker import eval_line
 
-    _say(eval_line(event))
-    _say(json.dumps(event))
+    for line in (eval_line(event), *score_lines(event), json.dumps(event)):
+        _say(line)
     return OK
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Examine what the configuration names, without Ray and without sampling; fails when a run would."""
+    config = load_config(args.config, args.overrides, learn=False)
+    if args.model:
+        config.model.path = args.model
+    model_path = _model_path(config)
+    from transformers import AutoTokenizer
+
+    from rtpo_ray.doctor import Doctor, show
+    from rtpo_ray.episodes.contexts import ChatTemplate
+    from rtpo_ray.episodes.episode import episode_settings
+
+    template = ChatTemplate(AutoTokenizer.from_pretrained(model_path))
+    patient, failed = Doctor(config, template, episode_settings(config)), False
+    for finding in patient.examine():
+        _say(f"{finding.kind:>4}  {finding.text}")
+        failed |= finding.kind == "FAIL"
+    if patient.sample is not None:
+        for line in show(patient.sample, template, sys.stdout.isatty()):
+            _say(line)
+    return FAILED if failed else OK
 
 
 def submit(args: argparse.Namespace) -> int:
     """Train as a job of a cluster, in a copy of this folder; follows its log and returns its exit code."""
-    if args.config and Path(args.config).is_absolute():
-        raise ConfigError(f"--config {args.config} is an absolute path; expected one inside this folder, which the job gets a copy of")
+    for file in args.config:
+        if Path(file).is_absolute():
+            raise ConfigError(f"--config {file} is an absolute path; expected one inside this folder, which the job gets a copy of")
     elsewhere = "cluster.address=the-job's"  # what does not fit this machine may fit the cluster
     config = load_config(args.config, [*args.overrides, elsewhere])
     config.cluster.address = ""
     from actors import jobs
 
     found = jobs.client(args.address)
-    words = [*(["--config", args.config] if args.config else []), *args.overrides]
+    words = [*(word for file in args.config for word in ("--config", file)), *args.overrides]
     job = jobs.submit(found, words, ".", {"run": config.run.name, "config": hash_config(config)[:12]})
     _say(f"job {job}: run {config.run.name}; rtpo stop --address {args.address} {job} ends it")
     if args.no_wait:
@@ -240,19 +267,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rtpo", description="Train tool-using language-model agents with reverse-turn policy optimisation on Ray.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in (("train", "train a model"), ("evaluate", "evaluate a model on held-out tasks"),
+                          ("doctor", "check environment, data, tools and contexts before a run"),
                           ("submit", "train as a job of a Ray cluster"),
                           ("compare", "train by several methods and compare them at an equal budget of generated tokens")):
         command = commands.add_parser(
             name, help=summary, description=summary, formatter_class=argparse.RawDescriptionHelpFormatter,
             epilog="fields (set in the YAML file or as section.field=value):\n" + describe())
-        command.add_argument("--config", metavar="FILE", help="YAML file of overrides, for example conf/quickstart.yaml")
+        command.add_argument("--config", metavar="FILE", action="append", default=[],
+                             help="YAML file of overrides, for example conf/quickstart.yaml; may be given again, later ones win")
         command.add_argument("overrides", nargs="*", metavar="section.field=value", help="overrides, applied after the file")
         if name == "submit":
             command.add_argument("--address", required=True, metavar="URL", help="of the head's dashboard, such as http://HEAD:8265")
             command.add_argument("--no-wait", action="store_true", help="do not follow the job")
         if name == "train":
             command.add_argument("--resume", metavar="FOLDER", default="", help="go on with the run in this folder, from its last finished stage")
-        if name == "evaluate":
+        if name in ("evaluate", "doctor"):
             command.add_argument("--model", metavar="PATH", default="", help="Hugging Face folder or name; stands for model.path")
     command = commands.add_parser("stop", help="end a job that was submitted", description="end a job that was submitted, and wait for its end")
     command.add_argument("--address", required=True, metavar="URL", help="of the head's dashboard")
@@ -283,6 +312,10 @@ def _model_path(config: Config) -> str:
             raise ConfigError(f"field model.path is {config.model.path!r}: there is no config.json, so it is no Hugging Face folder"
                               + (f"; did you mean {inside[0]}?" if inside else ""))
         return str(folder.resolve())
+    if folder.suffix == ".gguf" and folder.is_file():
+        from rtpo_ray.policy.gguf import convert
+
+        return str(convert(folder, Path(config.warm_start.cache).expanduser(), _say))
     if config.model.path.startswith((".", "/", "~")) or config.model.path.count("/") > 1:
         raise ConfigError(f"field model.path is {config.model.path!r}; expected a folder that exists, or a Hugging Face name")
     from transformers import AutoConfig

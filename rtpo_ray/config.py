@@ -78,7 +78,8 @@ class ClusterConfig:
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    path: str = opt("", "Hugging Face folder or name of a causal LM; empty: build the tiny model of warm_start")
+    path: str = opt("", "Hugging Face folder or name of a causal LM, or a GGUF file, converted once into warm_start.cache; empty: build the tiny "
+                    "model of warm_start")
     dtype: str = opt("float32", "dtype of the engine, and of the learner's computation", choices=("float32", "bfloat16"))
 
 
@@ -216,14 +217,13 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.
             yield name, value, spec
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, learn: bool = True) -> Config:
-    """Defaults, then the YAML file, then `section.field=value` overrides. Raises ConfigError.
+def load_config(files: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = (), *, learn: bool = True) -> Config:
+    """Defaults, then the YAML files in order, then `section.field=value` overrides. Raises ConfigError.
 
     `learn`: whether the learner ranks must fit the cluster too.
     """
-    layers: list[tuple[str, DictConfig]] = []
-    if path is not None:
-        layers.append((str(path), read_yaml(Path(path))))
+    files = [files] if isinstance(files, (str, Path)) else files or []
+    layers = [(str(file), read_yaml(Path(file))) for file in files]
     return load_layers([*layers, *parse_overrides(overrides)], learn=learn)
 
 

@@ -7,13 +7,16 @@ import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rtpo_ray.engines.base import Engine
 from rtpo_ray.environments.base import Environment, Step
 from rtpo_ray.episodes.contexts import Append, ChatTemplate, build_context
 from rtpo_ray.errors import ContextMismatch
 from rtpo_ray.types import Boundary, Completion, Rollout, Sampling, Task, TurnRecord, context_hash, derive_seed
+
+if TYPE_CHECKING:
+    from rtpo_ray.config import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,14 @@ class EpisodeSettings:
     step_timeout: float  # seconds
     window: int = 1  # turns that context="window" keeps
     train_context: str = "recorded"  # where actions are scored: "recorded": in c_k; "concatenated": in the raw turns as Append lays them out
+
+
+def episode_settings(config: Config) -> EpisodeSettings:
+    """As the configuration says."""
+    return EpisodeSettings(
+        max_turns=config.environment.max_turns, context=config.environment.context, window=config.environment.window,
+        train_context=config.environment.train_context, max_response_tokens=config.sampling.max_response_tokens,
+        max_model_len=config.generators.max_model_len, step_timeout=config.environment.step_timeout)
 
 
 class Episode:
@@ -53,6 +64,11 @@ class Episode:
         first = self._environment.reset(task.seed)
         for builder in self._builders:
             builder.start(self._environment.system, self._environment.tools(), first)
+
+    @property
+    def environment(self) -> Environment:
+        """Whose episode it is."""
+        return self._environment
 
     def context(self) -> list[int]:
         """c_k, the token ids that the model sees next."""

@@ -59,6 +59,28 @@ def interval(mean: float | None, tasks: int) -> tuple[float | None, float | None
     return tuple(min(1.0, max(0.0, (centre + sign * spread) / (1 + Z**2 / tasks))) for sign in (-1, 1))  # type: ignore[return-value]
 
 
+def score_lines(event: Mapping[str, Any]) -> list[str]:
+    """An evaluation's numbers for people, after its one line."""
+    k = event["samples"]
+    lines = [f"  pass@1{f' = avg@{k}' if k > 1 else ''}  {_share(event['success'], event['success_low'], event['success_high'])}"]
+    if k > 1:
+        lines.append(f"  pass@{k}  {_share(event['pass_at_k'], event['pass_at_k_low'], event['pass_at_k_high'])}")
+    tokens = event["tokens_per_success"]
+    return [*lines, f"  mean return {_number(event['return_mean'])}, {_number(event['turns_mean'])} turns and {_number(event['tool_calls_mean'])} "
+            f"tool calls a task; {event['executed_calls']} calls run, {event['failed_calls']} of them failed, {event['malformed_calls']} malformed",
+            f"  {_share(event['truncation_rate'])} of the episodes cut short, {'-' if tokens is None else f'{tokens:,.0f}'} tokens a success"]
+
+
+def _share(value: float | None, low: float | None = None, high: float | None = None) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:.1f} %" + ("" if low is None or high is None else f" (95 % interval {100 * low:.1f} to {100 * high:.1f})")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
 def rate(part: float, whole: float) -> float | None:
     """part / whole; None of nothing."""
     return part / whole if whole else None

@@ -1,0 +1,342 @@
+"""`rtpo doctor`: everything about an environment that a run would trip over, found in seconds without Ray and without sampling a model.
+
+Episodes are played by a script: tool calls made up from their schemas, a malformed one, demonstrations where the environment has any, and at last an
+answer. Every episode is then played again from the start and from each of its boundaries, and must be the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rtpo_ray import algorithms, environments
+from rtpo_ray.config import Config
+from rtpo_ray.data import find_files, read_rows, to_fields
+from rtpo_ray.engines.scripted import ScriptedEngine
+from rtpo_ray.environments.base import Environment, ToolEnvironment
+from rtpo_ray.episodes.contexts import ChatTemplate
+from rtpo_ray.episodes.episode import Episode, EpisodeSettings
+from rtpo_ray.episodes.toolcalls import FORMATS, ToolCall
+from rtpo_ray.errors import DataError
+from rtpo_ray.types import Rollout, Sampling, Task, TurnRecord, derive_seed
+
+TASKS = 8  # that are looked at
+INSTANT_MS = 1.0
+LARGE_SNAPSHOT = 1 << 20  # bytes: a stage carries one a boundary
+ENDPAPER = 400  # characters of a context that are shown at either end
+PATIENCE = 600.0  # seconds for one episode by script, whose steps have deadlines of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one look found: `kind` is ok, warn or FAIL."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode by script: what it was, what was said in it, and how long its steps took."""
+
+    rollout: Rollout
+    texts: tuple[str, ...]
+    seconds: tuple[float, ...]
+
+
+class Doctor:
+    """Args:
+    config: what is to be examined.
+    template: of the model's tokenizer.
+    settings: of the episodes, as a run would have them.
+    """
+
+    def __init__(self, config: Config, template: ChatTemplate, settings: EpisodeSettings) -> None:
+        self._config, self._template, self._settings = config, template, settings
+        self._branching = algorithms.build(config.algorithm).branching
+
+    def examine(self) -> Iterator[Finding]:
+        """Everything in order. What the environment raises ends the examination with a FAIL that says so."""
+        try:
+            tasks = self._tasks()
+        except DataError as error:
+            yield Finding("FAIL", f"data: {error}")
+            return
+        yield from self._look_at_tools(tasks[0])
+        yield from self._guarded("contexts", lambda: self._look_at_contexts(tasks))
+        played: list[Played] = []
+        yield from self._guarded("episodes", lambda: self._play_all(tasks, played))
+        if len(played) == len(tasks):
+            yield from self._guarded("determinism", lambda: self._look_at_determinism(tasks, played))
+            yield from self._guarded("branching", lambda: self._look_at_branching(tasks, played))
+            yield from self._guarded("rewards", lambda: self._look_at_rewards(tasks, played))
+            yield from self._look_at_masks(played)
+            yield from self._look_at_seconds(played)
+            self.sample = max((one.rollout for one in played), key=lambda rollout: len(rollout.turns))
+
+    sample: Rollout | None = None  # an episode to be shown, when it came so far
+
+    def _tasks(self) -> list[Task]:
+        fields = self._environment().fields
+        seeds = [derive_seed("doctor", number) for number in range(TASKS)]
+        if not fields:
+            return [Task(task_id=f"seed-{seed}", seed=seed) for seed in seeds]
+        name = "train" if self._config.data.train else "held_out"
+        found: list[Task] = []
+        for file in find_files(f"data.{name}", getattr(self._config.data, name)):
+            for place, row in enumerate(itertools.islice(read_rows(file), TASKS - len(found))):
+                where = f"{file}, row {place}"
+                found.append(Task(task_id=f"{Path(file).name}:{place}", seed=seeds[len(found)],
+                                  payload=json.loads(json.dumps(to_fields(row, self._config.data.fields, fields, where), default=str))))
+        if not found:
+            raise DataError(f"field data.{name} is {getattr(self._config.data, name)!r}: its files hold no row")
+        return found
+
+    def _environment(self) -> Environment:
+        return environments.build(self._config.environment)
+
+    def _guarded(self, what: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+        try:
+            yield from look()
+        except Exception as error:  # noqa: BLE001 - anything may come out of a user's environment, and is what the doctor is asked for
+            yield Finding("FAIL", f"{what}: {type(error).__name__}: {error}")
+
+    # --- what is looked at
+
+    def _look_at_tools(self, task: Task) -> Iterator[Finding]:
+        environment = self._environment()
+        environment.row = task.payload
+        environment.reset(task.seed)
+        schemas = environment.tools()
+        if not schemas:
+            yield Finding("ok", "tools: none")
+            return
+        names = [schema["function"]["name"] for schema in schemas]
+        for name in {name for name in names if names.count(name) > 1}:
+            yield Finding("FAIL", f"tools: {names.count(name)} are called {name!r}; a call could mean any of them")
+        for schema in schemas:
+            yield from _complaints(schema["function"])
+        yield Finding("ok", f"tools: {', '.join(names)}")
+        question = [{"role": "user", "content": "question"}]
+        if self._template.render(question, schemas, prompt=True) == self._template.render(question, [], prompt=True):
+            told = any(name in environment.system for name in names)
+            yield Finding("ok" if told else "warn", "template: it shows no tools" + (
+                ", the system message does" if told else
+                ", so the model does not read of them; set environment.tools_in=system, or train one that knows them"))
+        else:
+            yield Finding("ok", "template: it shows the tools")
+        environment.close()
+
+    def _look_at_contexts(self, tasks: Sequence[Task]) -> Iterator[Finding]:
+        lengths = []
+        for task in tasks:
+            episode = Episode(self._environment, self._template, self._settings)
+            episode.reset(task)
+            lengths.append(len(episode.context()))
+            asyncio.run(episode.close())
+        limit, response, turns = self._settings.max_model_len, self._settings.max_response_tokens, self._settings.max_turns
+        said = f"contexts: c_0 has {min(lengths)} to {max(lengths)} tokens"
+        if max(lengths) >= limit:
+            yield Finding("FAIL", f"{said}; generators.max_model_len ({limit}) leaves no room for a response")
+        elif max(lengths) + turns * response > limit:
+            yield Finding("warn", f"{said}; with {turns} responses of up to {response} tokens they can outgrow generators.max_model_len "
+                                  f"({limit}): such episodes end as overlong")
+        else:
+            yield Finding("ok", f"{said}; {turns} responses of {response} fit generators.max_model_len ({limit}), observations aside")
+
+    def _play_all(self, tasks: Sequence[Task], played: list[Played]) -> Iterator[Finding]:
+        for number, task in enumerate(tasks):
+            played.append(self._play(task, Script(number, self._settings.max_turns)))
+        turns = [len(one.rollout.turns) for one in played]
+        ends = sorted({one.rollout.end for one in played})
+        calls = sum(turn.tool_calls for one in played for turn in one.rollout.turns)
+        failed = sum(turn.failed_calls for one in played for turn in one.rollout.turns)
+        yield Finding("ok", f"episodes: {len(played)} played by script in {min(turns)} to {max(turns)} turns, ended {', '.join(ends)}; "
+                            f"{calls} tool calls, {failed} of them failed")
+
+    def _look_at_determinism(self, tasks: Sequence[Task], played: Sequence[Played]) -> Iterator[Finding]:
+        for task, one in zip(tasks, played, strict=True):
+            again = self._play(task, one.texts)
+            if wrong := _difference(one.rollout.turns, again.rollout.turns):
+                yield Finding("FAIL", f"determinism: task {task.task_id}, played twice from the same seed with the same responses: {wrong}")
+                return
+        yield Finding("ok", f"determinism: {len(tasks)} episodes played again are the same, state hashes, contexts and rewards included")
+
+    def _look_at_branching(self, tasks: Sequence[Task], played: Sequence[Played]) -> Iterator[Finding]:
+        bad = "FAIL" if self._branching else "warn"
+        if isinstance(environment := self._environment(), ToolEnvironment):
+            for reason in filter(None, (toolset.branching_error() for toolset in environment.toolsets)):
+                yield Finding(bad, f"branching: {reason}")
+                return
+        sizes, restored = [], 0
+        for task, one in zip(tasks, played, strict=True):
+            for boundary in one.rollout.boundaries:
+                sizes.append(len(boundary.snapshot))
+                episode = Episode(self._environment, self._template, self._settings)
+                episode.restore(boundary)
+                begins = next(place for place, turn in enumerate(one.rollout.turns) if turn.turn == boundary.turn)
+                rest = self._run(episode, task, one.texts[begins:])
+                restored += 1
+                if wrong := _difference(one.rollout.turns[begins:], rest.rollout.turns):
+                    yield Finding(bad, f"branching: task {task.task_id}, restored at turn {boundary.turn} and given the same responses: {wrong}")
+                    return
+        how = "replaying the responses" if self._environment().replay else "its snapshot"
+        yield Finding("ok", f"branching: {restored} boundaries restored by {how} go on as the trunk did; {statistics.median(sizes):,.0f} bytes each")
+        if max(sizes) > LARGE_SNAPSHOT:
+            yield Finding("warn", f"branching: a snapshot has {max(sizes):,} bytes; name what follows from the seed or the row in `unsaved`")
+
+    def _look_at_rewards(self, tasks: Sequence[Task], played: Sequence[Played]) -> Iterator[Finding]:
+        returns = [one.rollout.returns_to_go for one in played]
+        if not all(0 <= value <= 1 for value in returns):
+            yield Finding("warn", f"rewards: returns from {min(returns):g} to {max(returns):g}; success is counted as a positive one, and advantages "
+                                  "are not normalised by every method")
+        answers = [(task, task.payload["answer"]) for task in tasks if "answer" in task.payload]
+        right = sum(self._gold(task, answer) > 0 for task, answer in answers)
+        if answers:
+            yield Finding("ok" if right == len(answers) else "warn" if right else "FAIL",
+                          f"rewards: {right} of {len(answers)} gold answers are judged right")
+        yield Finding("ok", f"rewards: the script's episodes returned {', '.join(f'{value:g}' for value in sorted(set(returns)))}")
+
+    def _gold(self, task: Task, answer: Any) -> float:
+        """The best return of saying the gold answer, in one of the ways in which answers are marked."""
+        golds = answer if isinstance(answer, list) else [answer]
+        texts = [form.format(gold) for gold in golds[:1] for form in ("{}", "\\boxed{{{}}}", "<answer>{}</answer>")]
+        return max(self._play(task, (text,)).rollout.returns_to_go for text in texts)
+
+    def _look_at_masks(self, played: Sequence[Played]) -> Iterator[Finding]:
+        wrong = 0
+        for one in played:
+            turns = one.rollout.turns
+            for turn in turns:
+                wrong += turn.loss_mask != (False,) * len(turn.context_ids) + (True,) * len(turn.response_ids)
+            if self._settings.context == "append":
+                wrong += sum(after.context_ids[: len(before.context_ids) + len(before.response_ids)] != before.context_ids + before.response_ids
+                             for before, after in itertools.pairwise(turns))
+        tokens = sum(len(turn.response_ids) for one in played for turn in one.rollout.turns)
+        yield Finding("FAIL" if wrong else "ok", f"masks: {tokens:,} sampled tokens are trained, and nothing else" if not wrong else
+                      f"masks: {wrong} turns whose context is not what came before and what was sampled")
+
+    def _look_at_seconds(self, played: Sequence[Played]) -> Iterator[Finding]:
+        spent = [1000 * seconds for one in played for seconds in one.seconds]
+        said = f"seconds: a step takes {statistics.median(spent):.2f} ms, at most {max(spent):.1f}"
+        instant = self._environment().instant
+        if instant and statistics.median(spent) > INSTANT_MS:
+            yield Finding("warn", f"{said}; it is declared instant, so the engine waits for it: set instant = False")
+        else:
+            yield Finding("ok", said + (", between two steps of the engine" if instant else ", in a thread"))
+
+    # --- playing
+
+    def _play(self, task: Task, texts: Sequence[str] | Script) -> Played:
+        episode = Episode(self._environment, self._template, self._settings)
+        episode.reset(task)
+        return self._run(episode, task, texts)
+
+    def _run(self, episode: Episode, task: Task, texts: Sequence[str] | Script) -> Played:
+        """From where `episode` stands, saying `texts`."""
+        said: list[str] = []
+        at: list[float] = []
+        begin = episode.turn
+
+        def reply(context: tuple[int, ...], sampling: Sampling) -> list[int]:
+            at.append(time.perf_counter())
+            number = len(said)
+            text = texts(episode) if isinstance(texts, Script) else texts[number] if number < len(texts) else ""
+            said.append(text)
+            return [*self._template.encode(text), *sampling.stop_token_ids[:1]]
+
+        engine = ScriptedEngine(reply, max_model_len=self._settings.max_model_len)
+
+        async def play() -> Rollout:
+            async with asyncio.timeout(PATIENCE):
+                try:
+                    return await episode.run(engine, rollout_id=task.task_id, task_id=task.task_id, seed=1, temperature=1.0, keep_boundaries=True)
+                finally:
+                    await episode.close()
+
+        rollout = asyncio.run(play())
+        at.append(time.perf_counter())
+        assert begin + sum(turn.kind == "action" for turn in rollout.turns) == episode.turn
+        return Played(rollout, tuple(said), tuple(after - before for before, after in itertools.pairwise(at)))
+
+
+class Script:
+    """What is said in an episode: by turns a demonstration, a call of each tool, one that is malformed, and at last an answer."""
+
+    def __init__(self, number: int, max_turns: int) -> None:
+        self._rng, self._last, self._number = random.Random(number), max_turns - 1, number
+
+    def __call__(self, episode: Episode) -> str:
+        environment, turn = episode.environment, episode.turn
+        demonstrates = type(environment).demonstrate is not Environment.demonstrate
+        if demonstrates and self._number % 2 == 0:
+            return environment.demonstrate(self._rng, 0.3)
+        schemas = environment.tools()
+        if not schemas or turn >= self._last:
+            return f"I say {self._rng.choice(['42', 'yes', 'unknown'])}."
+        calls = [ToolCall(schema["function"]["name"], _arguments(schema["function"], self._rng)) for schema in schemas[:4]]
+        self._rng.shuffle(calls)
+        form = environment.calls if isinstance(environment, ToolEnvironment) else "hermes"
+        text = format_calls(form, calls[: 1 + turn % 2])
+        return text[: len(text) // 2] if turn == 1 and self._number % 4 == 1 else text
+
+
+def _arguments(function: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Values that fit a tool's schema."""
+    values: dict[str, Callable[[], Any]] = {
+        "string": lambda: rng.choice(["1 + 1", "print(2)", "who"]), "integer": lambda: rng.randint(0, 9), "number": rng.random,
+        "boolean": lambda: rng.random() < 0.5, "array": list, "object": dict}
+    found: dict[str, Any] = {}
+    for name, spec in function.get("parameters", {}).get("properties", {}).items():
+        found[name] = rng.choice(spec["enum"]) if spec.get("enum") else values.get(spec.get("type"), values["string"])()
+    return found
+
+
+def _complaints(function: dict[str, Any]) -> Iterator[Finding]:
+    """What a model would miss in a tool's schema."""
+    name = function["name"]
+    if not function.get("description", "").strip():
+        yield Finding("warn", f"tools: {name} has no description; give the method a docstring")
+    for argument, spec in function.get("parameters", {}).get("properties", {}).items():
+        if not spec.get("type") and not spec.get("enum") and not spec.get("anyOf"):
+            yield Finding("warn", f"tools: {name}: argument {argument} has no type; give it a type hint")
+        if not spec.get("description", "").strip():
+            yield Finding("warn", f"tools: {name}: argument {argument} has no description; name it under Args: in the docstring")
+
+
+COMPARED = ("turn", "state_hash", "context_hash", "response_ids", "observation", "reward", "tool_calls", "malformed_calls", "failed_calls")
+
+
+def _difference(one: Sequence[TurnRecord], other: Sequence[TurnRecord]) -> str:
+    """The first thing in which two courses of an episode differ; empty when they are the same."""
+    for left, right in zip(one, other, strict=False):
+        for name in COMPARED:
+            if getattr(left, name) != getattr(right, name):
+                return f"turn {left.turn}: {name} is {_short(getattr(right, name))} and was {_short(getattr(left, name))}"
+    return "" if len(one) == len(other) else f"it took {len(other)} turns and took {len(one)} before"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def show(rollout: Rollout, template: ChatTemplate, colour: bool) -> Iterator[str]:
+    """The tokens of an episode, turn by turn: context dim, sampled ones green, every second one underlined; between brackets without colours."""
+    for turn in rollout.turns:
+        context = template.tokenizer.decode(turn.context_ids, skip_special_tokens=False)
+        if len(context) > 2 * ENDPAPER:
+            context = f"{context[:ENDPAPER]} ... {len(context) - 2 * ENDPAPER} characters ... {context[-ENDPAPER:]}"
+        tokens = [template.tokenizer.decode([token], skip_special_tokens=False) for token in turn.response_ids]
+        sampled = "".join(f"\033[32{';4' if number % 2 else ''}m{token}\033[0m" for number, token in enumerate(tokens)) if colour else \
+            "".join(f"[{token}]" for token in tokens)
+        yield f"turn {turn.turn}: {len(turn.context_ids)} tokens of context, {len(turn.response_ids)} sampled and trained"
+        yield f"\033[2m{context}\033[0m{sampled}" if colour else f"{context}{sampled}"
