@@ -18,6 +18,7 @@ from rtpo_ray import environments
 from rtpo_ray.config import Config
 from rtpo_ray.engines.base import Engine
 from rtpo_ray.engines.vllm import VllmEngine
+from rtpo_ray.environments.base import Environment, ToolEnvironment
 from rtpo_ray.episodes.contexts import ChatTemplate
 from rtpo_ray.episodes.episode import EpisodeSettings
 from rtpo_ray.network import use_interface_of
@@ -58,8 +59,6 @@ class GeneratorActor(Generator):
     """A generator on a vLLM engine."""
 
     def __init__(self, name: str, config: Config, model_path: str) -> None:
-        from transformers import AutoTokenizer
-
         use_interface_of(ray.util.get_node_ip_address())  # before the engine opens a group of its own
         generators = config.generators
 
@@ -68,15 +67,35 @@ class GeneratorActor(Generator):
                 model_path, dtype=config.model.dtype, max_model_len=generators.max_model_len, max_num_seqs=generators.max_num_seqs,
                 kv_cache_mb=generators.kv_cache_mb, gpu_memory_utilization=generators.gpu_memory_utilization, threads=generators.threads)
 
+        template = chat_template(config, model_path)
+
+        def make_environment() -> Environment:
+            environment = environments.build(config.environment)
+            if isinstance(environment, ToolEnvironment):
+                environment.calls = template.calls.name
+            return environment
+
         super().__init__(
-            name=name, make_engine=make_engine, make_environment=lambda: environments.build(config.environment),
-            template=ChatTemplate(AutoTokenizer.from_pretrained(model_path)), settings=episode_settings(config),
+            name=name, make_engine=make_engine, make_environment=make_environment, template=template, settings=episode_settings(config),
             overlong=config.sampling.overlong, concurrency=4 * generators.max_num_seqs,
             conceal=lambda text: conceal(text, dict(config.environment.args)))
+
+
+def chat_template(config: Config, model_path: str) -> ChatTemplate:
+    """The chat template of the model at `model_path`, as the configuration wants it used."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:  # a model need not have one
+        ends = None
+    stops = [] if ends is None else [ends] if isinstance(ends, int) else ends
+    return ChatTemplate(AutoTokenizer.from_pretrained(model_path), calls=config.model.tool_calls, tools_in=config.environment.tools_in,
+                        args=config.model.template_args, stops=stops)
 
 
 def episode_settings(config: Config) -> EpisodeSettings:
     return EpisodeSettings(
         max_turns=config.environment.max_turns, context=config.environment.context, window=config.environment.window,
-        train_context=config.environment.train_context, max_response_tokens=config.sampling.max_response_tokens,
+        thoughts=config.environment.thoughts, train_context=config.environment.train_context, max_response_tokens=config.sampling.max_response_tokens,
         max_model_len=config.generators.max_model_len, step_timeout=config.environment.step_timeout)

@@ -26,6 +26,7 @@ class EpisodeSettings:
     max_model_len: int
     step_timeout: float  # seconds
     window: int = 1  # turns that context="window" keeps
+    thoughts: str = "template"  # of earlier responses: "template": what the template makes of them; "strip": dropped before
     train_context: str = "recorded"  # where actions are scored: "recorded": in c_k; "concatenated": in the raw turns as Append lays them out
 
 
@@ -37,7 +38,7 @@ class Episode:
 
     def __init__(self, make_environment: Callable[[], Environment], template: ChatTemplate, settings: EpisodeSettings) -> None:
         self._environment = make_environment()
-        self._builder = build_context(settings.context, template, settings.window)
+        self._builder = build_context(settings.context, template, settings.window, settings.thoughts)
         self._builders = (self._builder, Append(template)) if settings.train_context == "concatenated" else (self._builder,)  # the last: for training
         self._template = template
         self._settings = settings
@@ -104,7 +105,7 @@ class Episode:
             if keep_boundaries:
                 boundaries.append(await self.off_loop("snapshot", self.boundary))
             completion = await engine.generate(contexts[0], sampling)
-            text = self._template.response_text(completion.token_ids)
+            text = self._template.response_text(completion.token_ids, contexts[0])
             state_hash, step = await self._step(text)
             trained = () if contexts[-1] == contexts[0] else tuple(contexts[-1])
             turns.append(_record(self.turn, contexts[0], completion, sampling, step, state_hash, train_context_ids=trained))
@@ -132,7 +133,7 @@ class Episode:
         if room < 1:
             return None
         return Sampling(temperature=temperature, max_tokens=min(room, self._settings.max_response_tokens),
-                        stop_token_ids=(self._template.tokenizer.eos_token_id,), seed=seed)
+                        stop_token_ids=self._template.stop_ids, seed=seed)
 
     async def _step(self, text: str) -> tuple[str, Step]:
         """One environment step, checked: (hash of the state before it, what came of it)."""

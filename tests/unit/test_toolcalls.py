@@ -2,7 +2,11 @@
 
 import pytest
 
-from rtpo_ray.episodes.toolcalls import MalformedCall, ToolCall, format_hermes, parse_hermes
+from rtpo_ray.episodes.toolcalls import FORMATS, MalformedCall, ToolCall, format_hermes
+
+
+def parse_hermes(text):
+    return FORMATS["hermes"].read(text).calls
 
 
 def call(body):
@@ -54,7 +58,7 @@ def test_malformed_bodies_say_why(body, reason):
 @pytest.mark.parametrize(("text", "expected"), [
     ("<tool_call>" + GOOD, ["is not closed"]),
     ("<tool_call>", ["is not closed"]),
-    (GOOD + "</tool_call>", ["</tool_call> without <tool_call>"]),
+    (GOOD + "</tool_call>", ["</tool_call> without its beginning"]),
     ("<tool_call>" + call(GOOD), ["is not closed", F]),
     (call(GOOD) + "<tool_call>{", [F, "is not closed"]),
     (call("x") + call(GOOD) + call("y"), ["not JSON", F, "not JSON"]),
