@@ -58,7 +58,7 @@ def test_malformed_bodies_say_why(body, reason):
 @pytest.mark.parametrize(("text", "expected"), [
     ("<tool_call>" + GOOD, ["is not closed"]),
     ("<tool_call>", ["is not closed"]),
-    (GOOD + "</tool_call>", ["</tool_call> without its beginning"]),
+    (GOOD + "</tool_call>", ["</tool_call> without <tool_call>"]),
     ("<tool_call>" + call(GOOD), ["is not closed", F]),
     (call(GOOD) + "<tool_call>{", [F, "is not closed"]),
     (call("x") + call(GOOD) + call("y"), ["not JSON", F, "not JSON"]),

@@ -54,13 +54,14 @@ class CallFormat(ABC):
         hints: texts of which one in a chat template marks the format.
         stops: tokens that end a response in this format, beside the one that the chat template ends it with.
         opener: what a call begins with.
-        closer: what alone, without any call, is a call that lacks its beginning.
+        begin, closer: how a call begins and ends, as the model is told; `closer` alone, without any call, is a call that lacks its beginning.
     """
 
     name: str
     hints: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
     opener: str = ""
+    begin: str = ""
     closer: str = ""
 
     def read(self, text: str, tools: Schemas = list) -> Reading:
@@ -82,7 +83,7 @@ class CallFormat(ABC):
                 said.append(text[mark.start(): position])
         rest = "".join([*said, text[position:]])
         if not calls and self.closer and self.closer in rest:
-            calls = [MalformedCall(f"{self.closer} without its beginning")]
+            calls = [MalformedCall(f"{self.closer} without {self.begin}")]
         return Reading(calls, rest)
 
     def strip_thought(self, text: str) -> str:

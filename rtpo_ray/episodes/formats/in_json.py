@@ -14,7 +14,7 @@ class Hermes(CallFormat):
 
     name = "hermes"
     hints = ("<tool_call>",)
-    opener = "<tool_call>"
+    opener = begin = "<tool_call>"
     closer = "</tool_call>"
 
     def format(self, calls: Sequence[ToolCall]) -> str:
@@ -110,7 +110,7 @@ class DeepSeek(CallFormat):
     name = "deepseek"
     hints = ("<｜tool▁call▁begin｜>",)
     opener = "<｜tool▁calls▁begin｜>|<｜tool▁call▁begin｜>"
-    closer = "<｜tool▁call▁end｜>"
+    begin, closer = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     _head = re.compile(r"\s*(?:function<｜tool▁sep｜>([^\n<]+)\n```json\n|([^\n<]+)<｜tool▁sep｜>)")
     _tail = re.compile(r"(?:```)?\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?")
 

@@ -42,7 +42,7 @@ class Qwen3Coder(Tagged):
     name = "qwen3_coder"
     hints = ("<function=",)
     opener = "<tool_call>|<function="
-    closer = "</function>"
+    begin, closer = "<function=NAME>", "</function>"
     head = re.compile(r"(?:<tool_call>\s*)?<function=([^>\s]+)>\s*")
     argument = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
     tail = re.compile(r"</function>(?:\s*</tool_call>)?")
@@ -59,7 +59,7 @@ class Glm(Tagged):
 
     name = "glm"
     hints = ("<arg_key>",)
-    opener = "<tool_call>"
+    opener = begin = "<tool_call>"
     closer = "</tool_call>"
     head = re.compile(r"<tool_call>\s*([^<\s]+)\s*")
     argument = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
@@ -100,7 +100,7 @@ class Pythonic(CallFormat):
     name = "pythonic"
     hints = ("<|tool_call_start|>", "<|tool_list_start|>", "func_name1(")
     opener = r"<\|tool_call_start\|>|\[\s*(?=[A-Za-z_][\w.]*\s*\()"
-    closer = "<|tool_call_end|>"
+    begin, closer = "<|tool_call_start|>", "<|tool_call_end|>"
 
     def format(self, calls: Sequence[ToolCall]) -> str:
         return "[" + ", ".join(f"{call.name}({', '.join(f'{name}={value!r}' for name, value in call.arguments.items())})" for call in calls) + "]"
