@@ -96,16 +96,17 @@ class ChatTemplate:
     def delta(self, response_ids: Sequence[int], observation: Observation) -> list[int]:
         """Tokens between a response and the next one: the rest of the closed assistant message, the observation, the prompt.
 
-        The token that ended the response stands for the template's own end of the message, whichever it is. Found by rendering a
+        The token that ended the response stands for the template's own end of the message, whichever it is. (GLM has none: there the
+        token that begins the next message ends the response, and is written when another was sampled.) Found by rendering a
         dummy conversation with and without the observation, so that any template whose earlier messages are stable works. Raises
         ValueError for one that rewrites them: use `environment.context=template` there. A reply with a thought is tried too: Qwen3
         puts an empty one before a last reply without any, and keeps a real one while tools answer.
         """
-        closed = bool(response_ids) and response_ids[-1] in self.stop_ids
+        last = response_ids[-1] if response_ids and response_ids[-1] in self.stop_ids else None
         name = self.calls.recipient(self.response_text(response_ids)) if observation.role == "tool" else ""
-        return self._delta(observation, name, closed)
+        return self._delta(observation, name, last)
 
-    def _make_delta(self, observation: Observation, name: str, closed: bool) -> list[int]:
+    def _make_delta(self, observation: Observation, name: str, last: int | None) -> list[int]:
         for reply, rest in self.calls.samples(_MARKER, name):
             *_, said = self.calls.messages("", self._role(observation), observation.text, strip=False)
             after = {**said, "role": "tool"} if name else said
@@ -113,6 +114,7 @@ class ChatTemplate:
             stable = head[: head.rindex(_MARKER) + len(_MARKER)] + rest
             end = self._special_at(full[len(stable):])
             if full.startswith(stable) and end:
+                closed = last is not None and (self._ends or last == self._special[end])
                 return self.encode(full[len(stable) + (len(end) if closed else 0):])
         raise ValueError(f"the chat template rewrites an earlier message when a {observation.role!r} message follows, or ends it with no "
                          f"token of its own; set environment.context=template, environment.train_context=recorded")
@@ -134,7 +136,8 @@ class ChatTemplate:
     def _find_stops(self, given: Sequence[int]) -> tuple[int, ...]:
         reply = {"role": "assistant", "content": _MARKER}
         ends = [self.render([_QUESTION, reply], [], prompt=False)]
-        if not ends[0].rpartition(_MARKER)[2].strip():  # GLM: the next message begins where this one ends
+        self._ends = bool(ends[0].rpartition(_MARKER)[2].strip())
+        if not self._ends:  # GLM: the next message begins where this one ends
             ends = [self.render([_QUESTION, reply, {"role": role, "content": "next"}], [], prompt=True) for role in ("user", "tool")]
         after = [text.rpartition(_MARKER)[2] for text in ends]
         found = [self._special[end] for end in map(self._special_at, after) if end]

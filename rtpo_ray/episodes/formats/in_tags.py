@@ -28,7 +28,7 @@ class Tagged(CallFormat):
             position = found.end()
         tail = self.tail.match(text, position)
         if head is None or tail is None:
-            close = re.compile(f"{re.escape(self.closer)}|(?={self.opener})").search(text, mark.end())
+            close = re.compile(f"{re.escape(self.closer)}|(?={self.opener})").search(text, position)
             whole = close is not None and close.group() == self.closer
             reason = f"tool call must look like {self.form}" if whole else f"tool call is not closed by {self.closer}"
             return [MalformedCall(reason)], close.end() if close else len(text)
