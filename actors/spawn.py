@@ -14,12 +14,11 @@ from actors.gang import custom_resource, thread_variables
 from actors.generator import Generator
 from actors.pool import GeneratorPool, PoolLimits
 from actors.waiting import here
-from rtpo_ray import environments
 from rtpo_ray.config import Config
 from rtpo_ray.engines.base import Engine
 from rtpo_ray.engines.vllm import VllmEngine
-from rtpo_ray.episodes.contexts import ChatTemplate
-from rtpo_ray.episodes.episode import episode_settings
+from rtpo_ray.episodes.contexts import chat_template
+from rtpo_ray.episodes.episode import environment_maker, episode_settings
 from rtpo_ray.network import use_interface_of
 from rtpo_ray.secrets import conceal
 
@@ -58,8 +57,6 @@ class GeneratorActor(Generator):
     """A generator on a vLLM engine."""
 
     def __init__(self, name: str, config: Config, model_path: str) -> None:
-        from transformers import AutoTokenizer
-
         use_interface_of(ray.util.get_node_ip_address())  # before the engine opens a group of its own
         generators = config.generators
 
@@ -68,8 +65,8 @@ class GeneratorActor(Generator):
                 model_path, dtype=config.model.dtype, max_model_len=generators.max_model_len, max_num_seqs=generators.max_num_seqs,
                 kv_cache_mb=generators.kv_cache_mb, gpu_memory_utilization=generators.gpu_memory_utilization, threads=generators.threads)
 
+        template = chat_template(config, model_path)
         super().__init__(
-            name=name, make_engine=make_engine, make_environment=lambda: environments.build(config.environment),
-            template=ChatTemplate(AutoTokenizer.from_pretrained(model_path)), settings=episode_settings(config),
-            overlong=config.sampling.overlong, concurrency=4 * generators.max_num_seqs,
+            name=name, make_engine=make_engine, make_environment=environment_maker(config, template), template=template,
+            settings=episode_settings(config), overlong=config.sampling.overlong, concurrency=4 * generators.max_num_seqs,
             conceal=lambda text: conceal(text, dict(config.environment.args)))

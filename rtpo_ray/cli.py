@@ -181,14 +181,11 @@ def doctor(args: argparse.Namespace) -> int:
     if args.model:
         config.model.path = args.model
     model_path = _model_path(config)
-    from transformers import AutoTokenizer
-
     from rtpo_ray.doctor import Doctor, show
-    from rtpo_ray.episodes.contexts import ChatTemplate
-    from rtpo_ray.episodes.episode import episode_settings
+    from rtpo_ray.episodes.contexts import chat_template
 
-    template = ChatTemplate(AutoTokenizer.from_pretrained(model_path))
-    patient, failed = Doctor(config, template, episode_settings(config)), False
+    template = chat_template(config, model_path)
+    patient, failed = Doctor(config, template), False
     for finding in patient.examine():
         _say(f"{finding.kind:>4}  {finding.text}")
         failed |= finding.kind == "FAIL"

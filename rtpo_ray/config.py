@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rtpo_ray import algorithms, environments
 from rtpo_ray.algorithms.base import Algorithm
+from rtpo_ray.episodes.toolcalls import FORMATS
 from rtpo_ray.errors import ConfigError
 from rtpo_ray.options import PLAIN, complaint, opt
 from rtpo_ray.plugins import source_of
@@ -81,6 +82,8 @@ class ModelConfig:
     path: str = opt("", "Hugging Face folder or name of a causal LM, or a GGUF file, converted once into warm_start.cache; empty: build the tiny "
                     "model of warm_start")
     dtype: str = opt("float32", "dtype of the engine, and of the learner's computation", choices=("float32", "bfloat16"))
+    tool_calls: str = opt("auto", "how the model writes calls of tools; auto: as its chat template says, else hermes", choices=("auto", *FORMATS))
+    template_args: dict[str, Any] = field(default_factory=dict, metadata={"doc": "arguments of the chat template, such as {enable_thinking: false}"})
 
 
 @dataclass(kw_only=True)
@@ -107,6 +110,10 @@ class EnvironmentConfig:
     max_turns: int = opt(3, "K: turns an episode may take", least=1, why="an episode has at least one turn")
     context: str = opt("append", "psi, how c_k is built", choices=("append", "template", "window", "summary"))
     window: int = opt(1, "turns that context=window keeps beside the task", least=1)
+    thoughts: str = opt("template", "thinking of earlier responses in c_k: what the chat template makes of it, or dropped before",
+                        choices=("template", "strip"))
+    tools_in: str = opt("template", "what tells the model of its tools: the chat template, or the system message where the template shows none",
+                        choices=("template", "system"))
     train_context: str = opt("recorded", "what the learner scores a response in: the context that the engine saw, or the whole conversation "
                              "concatenated, which is another one unless context=append", choices=("recorded", "concatenated"))
     step_timeout: float = opt(60.0, "seconds that one environment step may take", above=0)
@@ -372,6 +379,7 @@ def _check_together(config: Config) -> None:
     environment, sampling, generators = config.environment, config.sampling, config.generators
     _check_environment_args(environment, config.data, config.run, here=not (config.cluster.address or os.environ.get("RAY_ADDRESS")))
     _check_algorithm(config)
+    _check_chat(config)
     if not config.run.name.isprintable() or not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
         raise ConfigError(f"field run.name is {config.run.name!r}; expected a plain folder name")
     if config.warm_start.noise > 1:
@@ -404,6 +412,20 @@ def _check_together(config: Config) -> None:
     if generators.max_model_len > config.learner.micro_batch_tokens:
         raise ConfigError(f"field learner.micro_batch_tokens is {config.learner.micro_batch_tokens}; expected at least "
                           f"generators.max_model_len ({generators.max_model_len}), or the longest sample would not fit")
+
+
+def _check_chat(config: Config) -> None:
+    """What the chat template is asked for."""
+    model, environment = config.model, config.environment
+    if environment.thoughts == "strip" and environment.context == "append":
+        raise ConfigError("field environment.thoughts is 'strip' and environment.context is 'append', which keeps what was sampled; expected "
+                          "environment.context=template, window or summary, or environment.thoughts=template")
+    ours = ("conversation", "messages", "tools", "add_generation_prompt", "tokenize", "chat_template")
+    if taken := [name for name in model.template_args if name in ours]:
+        raise ConfigError(f"field model.template_args.{taken[0]} is set by the run; expected arguments of the chat template's own")
+    if not model.path and (model.tool_calls not in ("auto", "hermes") or environment.tools_in != "template"):
+        raise ConfigError(f"field model.tool_calls is {model.tool_calls!r} and environment.tools_in is {environment.tools_in!r}, but model.path is "
+                          "empty: the tiny model is taught hermes calls and its chat template shows the tools; set model.path")
 
 
 def _check_algorithm(config: Config) -> None:

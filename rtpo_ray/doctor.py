@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtpo_ray import algorithms, environments
+from rtpo_ray import algorithms
 from rtpo_ray.config import Config
 from rtpo_ray.data import find_files, read_rows, to_fields
 from rtpo_ray.engines.scripted import ScriptedEngine
 from rtpo_ray.environments.base import Environment, ToolEnvironment
 from rtpo_ray.episodes.contexts import ChatTemplate
-from rtpo_ray.episodes.episode import Episode, EpisodeSettings
+from rtpo_ray.episodes.episode import Episode, environment_maker, episode_settings
 from rtpo_ray.episodes.toolcalls import FORMATS, ToolCall
 from rtpo_ray.errors import DataError
 from rtpo_ray.types import Rollout, Sampling, Task, TurnRecord, derive_seed
@@ -56,11 +56,11 @@ class Doctor:
     """Args:
     config: what is to be examined.
     template: of the model's tokenizer.
-    settings: of the episodes, as a run would have them.
     """
 
-    def __init__(self, config: Config, template: ChatTemplate, settings: EpisodeSettings) -> None:
-        self._config, self._template, self._settings = config, template, settings
+    def __init__(self, config: Config, template: ChatTemplate) -> None:
+        self._config, self._template, self._settings = config, template, episode_settings(config)
+        self._environment = environment_maker(config, template)
         self._branching = algorithms.build(config.algorithm).branching
 
     def examine(self) -> Iterator[Finding]:
@@ -99,9 +99,6 @@ class Doctor:
         if not found:
             raise DataError(f"field data.{name} is {getattr(self._config.data, name)!r}: its files hold no row")
         return found
-
-    def _environment(self) -> Environment:
-        return environments.build(self._config.environment)
 
     def _guarded(self, what: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
         try:
@@ -285,7 +282,7 @@ class Script:
         calls = [ToolCall(schema["function"]["name"], _arguments(schema["function"], self._rng)) for schema in schemas[:4]]
         self._rng.shuffle(calls)
         form = environment.calls if isinstance(environment, ToolEnvironment) else "hermes"
-        text = format_calls(form, calls[: 1 + turn % 2])
+        text = FORMATS[form].format(calls[: 1 + turn % 2])
         return text[: len(text) // 2] if turn == 1 and self._number % 4 == 1 else text
 
 

@@ -111,7 +111,8 @@ class Environment:
 
 
 class ToolEnvironment(Toolset, Environment):
-    """An environment with tools: its own `@tool` methods and those of its `toolsets`. A response without a call is the answer.
+    """An environment with tools: its own `@tool` methods and those of its `toolsets`. A response without a call is the answer,
+    without its thoughts; one whose thought never ends, so that nothing was said, is an empty answer.
 
     Attributes:
         toolsets: sets of tools beside its own, part of its state.
@@ -133,13 +134,13 @@ class ToolEnvironment(Toolset, Environment):
 
     def step(self, response_text: str) -> Step:
         """Run the tool calls in order, or judge the answer. A call that is malformed or fails becomes an observation that says what was wrong."""
-        calls = FORMATS[self.calls](response_text)
-        if not calls:
-            return self.answer(response_text.strip())
-        results = [self._call(call) for call in calls]
+        reading = FORMATS[self.calls].read(response_text, self.tools)
+        if not reading.calls:
+            return self.answer(reading.text.strip())
+        results = [self._call(call) for call in reading.calls]
         kinds = [kind for _, kind in results]
         return Step(observation=Observation("\n".join(text for text, _ in results), role="tool"),
-                    info={"tool_calls": len(calls), "malformed_calls": kinds.count("malformed"), "failed_calls": kinds.count("failed")})
+                    info={"tool_calls": len(reading.calls), "malformed_calls": kinds.count("malformed"), "failed_calls": kinds.count("failed")})
 
     def close(self) -> None:
         for toolset in self.toolsets:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rtpo_ray import environments
 from rtpo_ray.engines.base import Engine
-from rtpo_ray.environments.base import Environment, Step
+from rtpo_ray.environments.base import Environment, Step, ToolEnvironment
 from rtpo_ray.episodes.contexts import Append, ChatTemplate, build_context
 from rtpo_ray.errors import ContextMismatch
 from rtpo_ray.types import Boundary, Completion, Rollout, Sampling, Task, TurnRecord, context_hash, derive_seed
@@ -29,6 +30,7 @@ class EpisodeSettings:
     max_model_len: int
     step_timeout: float  # seconds
     window: int = 1  # turns that context="window" keeps
+    thoughts: str = "template"  # of earlier responses: "template": what the template makes of them; "strip": dropped before
     train_context: str = "recorded"  # where actions are scored: "recorded": in c_k; "concatenated": in the raw turns as Append lays them out
 
 
@@ -36,8 +38,19 @@ def episode_settings(config: Config) -> EpisodeSettings:
     """As the configuration says."""
     return EpisodeSettings(
         max_turns=config.environment.max_turns, context=config.environment.context, window=config.environment.window,
-        train_context=config.environment.train_context, max_response_tokens=config.sampling.max_response_tokens,
+        thoughts=config.environment.thoughts, train_context=config.environment.train_context, max_response_tokens=config.sampling.max_response_tokens,
         max_model_len=config.generators.max_model_len, step_timeout=config.environment.step_timeout)
+
+
+def environment_maker(config: Config, template: ChatTemplate) -> Callable[[], Environment]:
+    """Makes environments whose model is spoken to in `template`."""
+    def make() -> Environment:
+        environment = environments.build(config.environment)
+        if isinstance(environment, ToolEnvironment):
+            environment.calls = template.calls.name
+        return environment
+
+    return make
 
 
 class Episode:
@@ -48,7 +61,7 @@ class Episode:
 
     def __init__(self, make_environment: Callable[[], Environment], template: ChatTemplate, settings: EpisodeSettings) -> None:
         self._environment = make_environment()
-        self._builder = build_context(settings.context, template, settings.window)
+        self._builder = build_context(settings.context, template, settings.window, settings.thoughts)
         self._builders = (self._builder, Append(template)) if settings.train_context == "concatenated" else (self._builder,)  # the last: for training
         self._template = template
         self._settings = settings
@@ -120,7 +133,7 @@ class Episode:
             if keep_boundaries:
                 boundaries.append(await self.off_loop("snapshot", self.boundary))
             completion = await engine.generate(contexts[0], sampling)
-            text = self._template.response_text(completion.token_ids)
+            text = self._template.response_text(completion.token_ids, contexts[0])
             state_hash, step = await self._step(text)
             trained = () if contexts[-1] == contexts[0] else tuple(contexts[-1])
             turns.append(_record(self.turn, contexts[0], completion, sampling, step, state_hash, train_context_ids=trained))
@@ -148,7 +161,7 @@ class Episode:
         if room < 1:
             return None
         return Sampling(temperature=temperature, max_tokens=min(room, self._settings.max_response_tokens),
-                        stop_token_ids=(self._template.tokenizer.eos_token_id,), seed=seed)
+                        stop_token_ids=self._template.stop_ids, seed=seed)
 
     async def _step(self, text: str) -> tuple[str, Step]:
         """One environment step, checked: (hash of the state before it, what came of it)."""

@@ -1,56 +1,40 @@
-"""Tool calls in Hermes form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number a response."""
+"""Formats of tool calls by name, and which of them a chat template speaks.
+
+    reading = FORMATS["hermes"].read(response_text)
+    reading.calls  # in order, malformed ones with the reason; empty: reading.text is the answer
+"""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+from rtpo_ray.episodes.formats.base import CallFormat, MalformedCall, Reading, ToolCall
+from rtpo_ray.episodes.formats.harmony import Harmony
+from rtpo_ray.episodes.formats.in_json import DeepSeek, Hermes, Llama3, Mistral
+from rtpo_ray.episodes.formats.in_tags import Glm, Pythonic, Qwen3Coder
+
+__all__ = ["FORMATS", "CallFormat", "MalformedCall", "Reading", "ToolCall", "describe_tools", "format_hermes", "recognise"]
+
+# In this order a template is recognised: two of them also write <tool_call>, as hermes does.
+FORMATS: dict[str, CallFormat] = {spoken.name: spoken for spoken in (
+    Harmony(), Mistral(), DeepSeek(), Glm(), Qwen3Coder(), Pythonic(), Hermes(), Llama3())}
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    name: str
-    arguments: dict[str, Any]
+def recognise(template: str) -> str:
+    """Key of the format that the text of a chat template mentions; hermes where it mentions none."""
+    return next((name for name, spoken in FORMATS.items() if any(hint in template for hint in spoken.hints)), "hermes")
 
 
-@dataclass(frozen=True, slots=True)
-class MalformedCall:
-    """A call that cannot be run; `reason` is written for the model to read."""
-
-    reason: str
+def describe_tools(spoken: CallFormat, schemas: Sequence[dict[str, Any]]) -> str:
+    """What tells a model of its tools when its chat template does not."""
+    listed = "\n".join(json.dumps(schema["function"]) for schema in schemas)
+    example = spoken.format([ToolCall("NAME", {"ARGUMENT": "VALUE"})])
+    return (f"You can call these tools:\n{listed}\nTo call one, write it like this, as often as needed:\n{example}\n"
+            "A response without a call is your answer.")
 
 
 def format_hermes(name: str, arguments: dict[str, Any]) -> str:
-    """The text of one call."""
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
-def parse_hermes(text: str) -> list[ToolCall | MalformedCall]:
-    """Every call of a response, in order; a broken one is reported as such, never dropped. Empty: no call was tried."""
-    calls = [_parse_one(match.group(1), closed=match.group(2) == "</tool_call>") for match in _CALL.finditer(text)]
-    if not calls and "</tool_call>" in text:
-        return [MalformedCall("</tool_call> without <tool_call>")]
-    return calls
-
-
-def _parse_one(body: str, *, closed: bool) -> ToolCall | MalformedCall:
-    if not closed:
-        return MalformedCall("<tool_call> is not closed by </tool_call>")
-    try:
-        call = json.loads(body)
-    except json.JSONDecodeError as error:
-        return MalformedCall(f"tool call is not JSON: {error.msg} at character {error.pos}")
-    except RecursionError:
-        return MalformedCall("tool call is nested too deeply")
-    if not isinstance(call, dict) or set(call) != {"name", "arguments"}:
-        return MalformedCall('tool call needs exactly the keys "name" and "arguments"')
-    if not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
-        return MalformedCall('"name" must be a string and "arguments" an object')
-    return ToolCall(call["name"], call["arguments"])
-
-
-FORMATS: dict[str, Callable[[str], list[ToolCall | MalformedCall]]] = {"hermes": parse_hermes}
+    """The text of one call in the format hermes."""
+    return FORMATS["hermes"].format([ToolCall(name, arguments)])

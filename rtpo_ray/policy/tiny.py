@@ -69,7 +69,7 @@ def materialise(config: Config, say: Callable[[str], None] = print) -> Path:
                                "recipe": [inspect.getsource(module) for module in recipe]}
     del options["warm_start"]["cache"]
     options["environment"]["name"] = name = config.environment.path.rpartition(":")[2] or config.environment.name
-    for unseen in ("path", "step_timeout", "context", "window", "train_context"):  # demonstrations do not depend on them
+    for unseen in ("path", "step_timeout", "context", "window", "train_context", "thoughts", "tools_in"):  # demonstrations do not depend on them
         del options["environment"][unseen]
     key = hashlib.blake2b(json.dumps(options, sort_keys=True).encode(), digest_size=6).hexdigest()
     folder = Path(config.warm_start.cache).expanduser() / f"tiny-{name}-{key}"

@@ -82,8 +82,8 @@ def test_append_refuses_a_template_that_does_not_close_messages_with_the_stop_to
     template = chat("chatml")
     broken = type(template)(template.tokenizer)
     broken.render = lambda messages, tools, *, prompt: "".join(f"{message['content']}\n" for message in messages)
-    with pytest.raises(ValueError, match=r"does not end it with '<\|im_end\|>'"):
-        broken.delta(Observation("next"), closed=True)
+    with pytest.raises(ValueError, match=r"ends it with no token of its own"):
+        broken.delta(says(template, "hello"), Observation("next"))
 
 
 def test_template_context_is_the_whole_chat_rendered_anew_and_drops_earlier_thoughts():

@@ -2,7 +2,11 @@
 
 import pytest
 
-from rtpo_ray.episodes.toolcalls import MalformedCall, ToolCall, format_hermes, parse_hermes
+from rtpo_ray.episodes.toolcalls import FORMATS, MalformedCall, ToolCall, format_hermes
+
+
+def parse_hermes(text):
+    return FORMATS["hermes"].read(text).calls
 
 
 def call(body):

@@ -1,0 +1,92 @@
+"""gpt-oss: a response is a row of messages, each with a channel: analysis is thought, a recipient makes a call, final is the answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+from rtpo_ray.episodes.formats.base import BROKEN, Call, CallFormat, MalformedCall, Message, Reading, Schemas, ToolCall, call_of, wrong_json
+
+_MESSAGE = re.compile(r"(.*?)<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z)", re.DOTALL)
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CONTROL = re.compile(r"<\|\w+\|>")
+
+
+class Harmony(CallFormat):
+    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`. The response's last `<|call|>` is the token that
+    ends it, so a call whose JSON is whole needs none. A response with no channel at all is an answer."""
+
+    name = "harmony"
+    hints = ("<|channel|>",)
+    stops = ("<|return|>", "<|call|>")
+
+    def format(self, calls: Sequence[ToolCall]) -> str:
+        return "<|start|>assistant".join(
+            f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>{json.dumps(call.arguments)}<|call|>" for call in calls)
+
+    def read(self, text: str, tools: Schemas = list) -> Reading:
+        calls, final, _ = _split(text)
+        return Reading(calls, final)
+
+    def _take(self, text: str, mark: re.Match[str], tools: Schemas) -> tuple[list[Call], int]:
+        raise AssertionError("harmony reads messages, not marks")
+
+    def recipient(self, text: str) -> str:
+        return next((call.name for call in reversed(_split(text)[0]) if isinstance(call, ToolCall)), "")
+
+    def messages(self, text: str, role: str, observation: str, *, strip: bool) -> list[Message]:
+        """A message for every call, as the template wants them. It shows a result only as a called tool's, so where nothing could be called,
+        the user says it."""
+        calls, final, thought = _split(text)
+        called = [call for call in calls if isinstance(call, ToolCall)]
+        turn: list[Message] = [{"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}]} for call in called]
+        if not called:
+            turn = [{"role": "assistant", "content": _CONTROL.sub(" ", text).strip() if calls else final}]
+            role = "user" if role == "tool" else role
+        if thought and not strip:
+            turn[0]["thinking"] = thought
+        return [*turn, {"role": role, "content": observation}]
+
+    def samples(self, marker: str, name: str) -> Iterator[tuple[Message, str]]:
+        if name:
+            yield {"role": "assistant", "content": "", "tool_calls": [
+                {"type": "function", "function": {"name": name, "arguments": {"reply": marker}}}]}, '"}'
+        else:
+            yield {"role": "assistant", "content": marker}, ""
+
+
+def _split(text: str) -> tuple[list[Call], str, str]:
+    """(calls, text of the final channel, thought) of a response."""
+    calls: list[Call] = []
+    finals, thoughts = [], []
+    position = 0
+    for message in _MESSAGE.finditer(text):
+        header, body = message.groups()
+        position = message.end()
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if recipient:
+            calls.append(_call(recipient.group(1), body))
+        elif channel is None or channel.group(1) == "final":
+            finals.append(body)
+        elif channel.group(1) == "analysis":
+            thoughts.append(body)
+    rest = text[position:]
+    if position == 0 and not _CONTROL.search(text) and not _RECIPIENT.match(text.strip()):
+        return [], text, ""
+    if _RECIPIENT.search(rest):
+        calls.append(MalformedCall("the call has no <|message|> with its arguments"))
+    return calls, "".join(finals), "\n".join(thoughts)
+
+
+def _call(recipient: str, body: str) -> Call:
+    space, _, name = recipient.partition(".")
+    if space != "functions" or not name:
+        return MalformedCall(f"no recipient {recipient!r}; tools are called as functions.NAME")
+    try:
+        arguments = json.loads(body)
+    except BROKEN as error:
+        return wrong_json(error, 0, "the arguments of the tool call")
+    return call_of({"name": name, "arguments": arguments})
