@@ -120,8 +120,9 @@ def _build(path: Path, folder: Path, options: Options) -> None:
     scores.save(folder, show_progress=False)
     hashes = np.array([_hash(word) for word in ids], dtype=np.uint64)
     order = np.argsort(hashes)
-    for name, values in {"hashes": hashes[order], "ids": order.astype(np.int32), "ends": np.array(ends, dtype=np.int64)}.items():
-        np.save(folder / f"{name}.npy", values)
+    np.save(folder / "hashes.npy", hashes[order])
+    np.save(folder / "ids.npy", order.astype(np.int32))
+    np.save(folder / "ends.npy", np.array(ends, dtype=np.int64))
 
 
 def _passages(path: Path, title_field: str, text_field: str) -> Iterator[tuple[str, str]]:
