@@ -53,6 +53,10 @@ class NoGenerators(RtpoError):
     """Every generator is gone, or none became ready before the deadline."""
 
 
+class ToolServerError(RtpoError):
+    """A server of tools did not start, died, or did not answer in time; the rollout is tried again."""
+
+
 class GraderError(RtpoError):
     """An answer could not be judged; it is neither right nor wrong."""
 

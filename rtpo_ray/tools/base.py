@@ -65,6 +65,10 @@ class Toolset:
         """The result of a call that fits. Raises ToolError with what the model should read."""
         return str(self._methods()[name](**arguments))
 
+    def branching_error(self) -> str:
+        """Why a method that restores states cannot use these tools; empty when it can. Asked before a run starts."""
+        return ""
+
     def close(self) -> None:
         """Let go of processes and connections; the episode is over. May be called twice."""
 
