@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rtpo_ray.environments.appworld import AppWorld
 from rtpo_ray.environments.base import Environment
 from rtpo_ray.environments.bfcl import BFCL
 from rtpo_ray.environments.guess import Guess
@@ -17,7 +18,7 @@ from rtpo_ray.secrets import reveal
 if TYPE_CHECKING:
     from rtpo_ray.config import EnvironmentConfig
 
-REGISTRY: dict[str, type[Environment]] = {"lookup": Lookup, "guess": Guess, "bfcl": BFCL}
+REGISTRY: dict[str, type[Environment]] = {"lookup": Lookup, "guess": Guess, "bfcl": BFCL, "appworld": AppWorld}
 
 
 def build(config: EnvironmentConfig) -> Environment:
