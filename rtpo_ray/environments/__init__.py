@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rtpo_ray.environments.adapters import Gem, ReasoningGym, TextArena
 from rtpo_ray.environments.appworld import AppWorld
 from rtpo_ray.environments.base import Environment
 from rtpo_ray.environments.bfcl import BFCL
@@ -18,7 +19,8 @@ from rtpo_ray.secrets import reveal
 if TYPE_CHECKING:
     from rtpo_ray.config import EnvironmentConfig
 
-REGISTRY: dict[str, type[Environment]] = {"lookup": Lookup, "guess": Guess, "bfcl": BFCL, "appworld": AppWorld}
+REGISTRY: dict[str, type[Environment]] = {
+    "lookup": Lookup, "guess": Guess, "bfcl": BFCL, "appworld": AppWorld, "gem": Gem, "textarena": TextArena, "reasoning-gym": ReasoningGym}
 
 
 def build(config: EnvironmentConfig) -> Environment:

@@ -166,5 +166,5 @@ class AppWorld(ToolEnvironment):
             raise EnvironmentLost(f"AppWorld server {self._server} refused /{what} of task {self.task_id!r} with status {error.code}: "
                                   f"{error.read(500).decode(errors='replace')}") from error
         except (OSError, http.client.HTTPException) as error:  # no connection, no answer in time, or half of one
-            raise EnvironmentLost(f"AppWorld server {self._server} does not answer /{what} (timeout={self.timeout:g} s): {getattr(error, 'reason', error)}; "
-                                  "start it with: appworld serve environment --port PORT") from error
+            raise EnvironmentLost(f"AppWorld server {self._server} does not answer /{what} (timeout={self.timeout:g} s): "
+                                  f"{getattr(error, 'reason', error)}; start it with: appworld serve environment --port PORT") from error

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import importlib
 import json
+import pickle
 import random
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_TEXTS = (str, bytes, int, float, complex)  # heirs of these say what they hold
+_NAMED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)  # code is no state
 _PATIENCE = 60.0  # seconds that one episode waits for another to let the global generators go
 _GLOBAL = threading.Lock()  # of the global generators: environments run in threads, and there is one state of each for all of them
 
@@ -33,16 +38,20 @@ def _plain(value: Any, without: tuple[str, ...], seen: dict[int, Any]) -> Any:
     """`value` as JSON. An object met again, as the parent of its child is, becomes its number."""
     if value is None or type(value) in (str, int, float, bool):
         return value
+    if isinstance(value, _TEXTS):
+        return repr(value)
+    if isinstance(value, _NAMED):
+        return {"name": getattr(value, "__qualname__", value.__name__)}
     if isinstance(value, dict):
         return {"dict": [[repr(key), _plain(value[key], without, seen)] for key in sorted(value, key=repr)]}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, collections.deque)):
         return [_plain(item, without, seen) for item in value]
     if isinstance(value, (set, frozenset)):
         return {"set": sorted(map(repr, value))}
     if isinstance(value, random.Random):
         return repr(value.getstate())
-    if isinstance(value, type) or not hasattr(value, "__dict__"):
-        return repr(value)
+    if not hasattr(value, "__dict__"):
+        return {type(value).__qualname__: hashlib.blake2b(pickle.dumps(value), digest_size=8).hexdigest()}
     if id(value) in seen:
         return {"again": seen[id(value)][0]}
     seen[id(value)] = (len(seen), value)  # the object too: a freed one's id would be given away again
