@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import pickle
 from collections.abc import Mapping
@@ -28,8 +30,10 @@ class Gem(Environment):
         self.name, self.options = name, dict(options or {})
         self.world: Any = None
         self.chance = GlobalRandom(0)
-        self.reset(0)  # a name or an option that GEM refuses is to be told now
-        self.replay = not _pickles(self.world) if replay is None else replay
+        self.replay = not _pickles(name, json.dumps(self.options, sort_keys=True)) if replay is None else replay
+
+    def check(self, max_turns: int) -> None:
+        self.reset(0)
 
     def reset(self, seed: int) -> Observation:
         """Raises ValueError when GEM does not know the name."""
@@ -64,10 +68,13 @@ class TextArena(Environment):
         self.game, self.options, self.replay = game, dict(options or {}), replay
         self.world: Any = None
         self.chance = GlobalRandom(0)
+        optional("textarena", "textarena")
+
+    def check(self, max_turns: int) -> None:
         try:
             self.reset(0)
         except AssertionError as error:  # how TextArena refuses a number of players
-            raise ValueError(f"game is {game!r}; expected one for a single player: {error}") from error
+            raise ValueError(f"game is {self.game!r}; expected one for a single player: {error}") from error
 
     def reset(self, seed: int) -> Observation:
         """Raises ValueError when TextArena does not know the game."""
@@ -107,8 +114,6 @@ class ReasoningGym(Environment):
     """
 
     system = "Think as long as you like, then give the final answer between <answer> and </answer>."
-    unsaved = ("scorer",)
-    constant = ("item",)
 
     def __init__(self, dataset: str = "chain_sum", options: Mapping[str, Any] | None = None, tries: int = 1) -> None:
         super().__init__()
@@ -118,7 +123,12 @@ class ReasoningGym(Environment):
         self.seed, self.tried = 0, 0
         self.scorer: Any = None  # the dataset of the one question
         self.item: dict[str, Any] = {}
-        self._generate()  # a dataset or an option that is refused is to be told now
+        optional("reasoning_gym", "reasoning-gym")
+
+    def check(self, max_turns: int) -> None:
+        if max_turns < self.tries:
+            raise ValueError(f"{self.tries} tries need {self.tries} turns, but environment.max_turns is {max_turns}")
+        self.reset(0)
 
     def reset(self, seed: int) -> Observation:
         """Raises ValueError when Reasoning Gym does not know the dataset."""
@@ -149,9 +159,14 @@ class ReasoningGym(Environment):
         self.seed, self.tried = snapshot
         self._generate()
 
+    def state_hash(self) -> str:
+        return state_hash((self.seed, self.tried, self.item["question"], self.item["answer"]))
+
     def _generate(self) -> None:
-        self.scorer = optional("reasoning_gym", "reasoning-gym").create_dataset(self.dataset, **{**self.options, "seed": self.seed, "size": 1})
-        self.item = self.scorer[0]
+        gym = optional("reasoning_gym", "reasoning-gym")
+        with GlobalRandom(self.seed).installed():  # some datasets draw from it
+            self.scorer = gym.create_dataset(self.dataset, **{**self.options, "seed": self.seed, "size": 1})
+            self.item = self.scorer[0]
 
 
 def _gem() -> Any:
@@ -167,12 +182,17 @@ def _gem() -> Any:
 
 def _told(text: str, info: Mapping[str, Any]) -> str:
     """GEM puts what the next action is to be chosen by, such as the board, apart."""
-    return f"{text}\n{info['suffix']}" if info.get("suffix") else text
+    return "\n".join(part for part in (info.get("prefix"), text, info.get("suffix")) if part)
 
 
-def _pickles(value: Any) -> bool:
+@functools.cache
+def _pickles(name: str, options: str) -> bool:
+    """Whether an environment of GEM can be pickled, tried once a process."""
+    with GlobalRandom(0).installed():
+        world = _gem().make(name, **json.loads(options))
+        world.reset(seed=0)
     try:
-        pickle.loads(pickle.dumps(value))
+        pickle.loads(pickle.dumps(world))
     except Exception:  # noqa: BLE001 - whatever an object raises that cannot be pickled
         return False
     return True
