@@ -49,6 +49,10 @@ class EngineError(RtpoError):
     """The sampling engine refused or lost a request."""
 
 
+class EnvironmentLost(RtpoError):
+    """A server that an environment needs does not answer, or refuses what it is asked."""
+
+
 class NoGenerators(RtpoError):
     """Every generator is gone, or none became ready before the deadline."""
 
