@@ -377,8 +377,8 @@ def _explain(error: Exception, layer: DictConfig, origin: str) -> str:
 def _check_together(config: Config) -> None:
     """Fields that exclude each other."""
     environment, sampling, generators = config.environment, config.sampling, config.generators
-    _check_environment_args(environment, config.data, config.run, here=not (config.cluster.address or os.environ.get("RAY_ADDRESS")))
-    _check_algorithm(config)
+    branching = _check_algorithm(config)
+    _check_environment_args(config, branching, here=not (config.cluster.address or os.environ.get("RAY_ADDRESS")))
     _check_chat(config)
     if not config.run.name.isprintable() or not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
         raise ConfigError(f"field run.name is {config.run.name!r}; expected a plain folder name")
@@ -428,8 +428,8 @@ def _check_chat(config: Config) -> None:
                           "empty: the tiny model is taught hermes calls and its chat template shows the tools; set model.path")
 
 
-def _check_algorithm(config: Config) -> None:
-    """Build the method once: it knows what is valid."""
+def _check_algorithm(config: Config) -> bool:
+    """Build the method once: it knows what is valid. Returns whether it branches."""
     name, args = config.algorithm.name, dict(config.algorithm.args)
     try:
         algorithms.find(name)
@@ -447,10 +447,12 @@ def _check_algorithm(config: Config) -> None:
     except Exception as error:  # as above
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ConfigError(f"field algorithm.name is {name!r}: {kind}{error}") from error
+    return method.branching
 
 
-def _check_environment_args(environment: EnvironmentConfig, data: DataConfig, run: RunConfig, here: bool) -> None:
+def _check_environment_args(config: Config, branching: bool, here: bool) -> None:
     """Build the environment once: its constructor knows what is valid. `here`: whether it will run on this machine, with its secrets."""
+    environment = config.environment
     name = environment.path or environment.name
     try:
         cls = environments.find(environment)
@@ -472,7 +474,9 @@ def _check_environment_args(environment: EnvironmentConfig, data: DataConfig, ru
         kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
         message = conceal(f"{kind}{error}", dict(environment.args))
         raise ConfigError(f"environment.args {dict(environment.args)} of {name!r}: {message}") from error
-    _check_data(data, run, name, built.fields)
+    _check_data(config.data, config.run, name, built.fields)
+    if branching and (reason := built.branching_error()):
+        raise ConfigError(f"environment.args {dict(environment.args)} of {name!r}, with algorithm.name={config.algorithm.name}: {reason}")
 
 
 def _check_data(data: DataConfig, run: RunConfig, name: str, fields: Sequence[str]) -> None:

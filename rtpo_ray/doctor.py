@@ -169,10 +169,9 @@ class Doctor:
 
     def _look_at_branching(self, tasks: Sequence[Task], played: Sequence[Played]) -> Iterator[Finding]:
         bad = "FAIL" if self._branching else "warn"
-        if isinstance(environment := self._environment(), ToolEnvironment):
-            for reason in filter(None, (toolset.branching_error() for toolset in environment.toolsets)):
-                yield Finding(bad, f"branching: {reason}")
-                return
+        if reason := self._environment().branching_error():
+            yield Finding(bad, f"branching: {reason}")
+            return
         sizes, restored = [], 0
         for task, one in zip(tasks, played, strict=True):
             for boundary in one.rollout.boundaries:

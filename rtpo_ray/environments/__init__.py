@@ -13,6 +13,7 @@ from rtpo_ray.environments.base import Environment
 from rtpo_ray.environments.bfcl import BFCL
 from rtpo_ray.environments.guess import Guess
 from rtpo_ray.environments.lookup import Lookup
+from rtpo_ray.environments.question import Question
 from rtpo_ray.plugins import load_class
 from rtpo_ray.secrets import reveal
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from rtpo_ray.config import EnvironmentConfig
 
 REGISTRY: dict[str, type[Environment]] = {
-    "lookup": Lookup, "guess": Guess, "bfcl": BFCL, "appworld": AppWorld, "gem": Gem, "textarena": TextArena, "reasoning-gym": ReasoningGym}
+    "lookup": Lookup, "guess": Guess, "question": Question, "bfcl": BFCL, "appworld": AppWorld, "gem": Gem, "textarena": TextArena,
+    "reasoning-gym": ReasoningGym}
 
 
 def build(config: EnvironmentConfig) -> Environment:

@@ -79,6 +79,10 @@ class Environment:
         """JSON schemas of the tools, for the chat template."""
         return []
 
+    def branching_error(self) -> str:
+        """Why no sibling can start from one of its boundaries; empty when they can."""
+        return ""
+
     def reset(self, seed: int) -> Observation:
         """Start the episode of `seed`: the same seed gives the same episode."""
         raise TypeError(f"{type(self).__name__} must define reset(seed)")
@@ -127,6 +131,9 @@ class ToolEnvironment(Toolset, Environment):
 
     def tools(self) -> list[dict[str, Any]]:
         return [schema for provider in self._providers() for schema in provider.schemas()]
+
+    def branching_error(self) -> str:
+        return next(filter(None, (toolset.branching_error() for toolset in self.toolsets)), "")
 
     def answer(self, text: str) -> Step:
         """Judge a response that calls no tool."""
