@@ -10,12 +10,17 @@ import pytest
 
 pytest.importorskip("bfcl_eval")
 
+from chats import chat
 from shared_data import shared_data
+from worlds import run, settings
 
+from rtpo_ray.engines.scripted import ScriptedEngine
 from rtpo_ray.environments.base import Observation
 from rtpo_ray.environments.bfcl import BFCL, Simulators, join
+from rtpo_ray.episodes.episode import Episode
 from rtpo_ray.episodes.toolcalls import ToolCall, format_hermes
 from rtpo_ray.errors import DataError
+from rtpo_ray.types import Task
 
 SOURCES = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
 MODULES = ("gorilla_file_system", "long_context", "math_api", "message_api", "posting_api", "ticket_api", "trading_bot", "travel_booking",
@@ -186,6 +191,28 @@ def test_a_sibling_starts_in_the_trunks_state_and_ends_as_it_did(rows):
         for (state, _), text in zip(boundaries, texts, strict=True):
             assert replayed.state_hash() == state
             replayed.step(text)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_the_episode_loop_branches_at_every_turn(rows, replay):
+    row, template = rows[0], chat("chatml")
+    texts = responses(gold(row))
+    replies = iter([[*template.encode(text), template.tokenizer.eos_token_id] for text in texts])
+    limits = settings(max_turns=20, max_model_len=4096, max_response_tokens=500)
+
+    def make():
+        return Episode(lambda: BFCL(replay=replay), template, limits)
+
+    trunk = make()
+    trunk.reset(Task(task_id="t", seed=1, payload=row))
+    rollout = run(trunk, ScriptedEngine(lambda context, sampling: next(replies)), keep_boundaries=True)
+    assert (rollout.end, rollout.returns_to_go, len(rollout.boundaries)) == ("terminated", 1.0, len(texts))
+    for boundary in rollout.boundaries:
+        sibling = make()
+        sibling.restore(boundary)  # refuses another state, or another context
+        left = iter(texts[boundary.turn:])
+        engine = ScriptedEngine(lambda context, sampling, left=left: [*template.encode(next(left)), template.tokenizer.eos_token_id])
+        assert run(sibling, engine).returns_to_go == 1.0
 
 
 def globals_of_the_simulators():
