@@ -56,7 +56,8 @@ class Capture(io.TextIOBase):
 
 
 class Notebook:
-    """The names that the cells share, in a `__main__` of their own; random numbers start from a fixed seed.
+    """The names that the cells share, in a `__main__` of their own; the random numbers of `random`, numpy and sympy start
+    from a fixed seed.
 
     Args:
         limit: of a cell's output, in characters.
@@ -69,6 +70,8 @@ class Notebook:
         random.seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
+        if "sympy" in sys.modules:
+            sys.modules["sympy"].core.random.seed(0)
 
     def run(self, code: str) -> str:
         """What the cell printed, then the value of its last expression, or the traceback. Raises MemoryError when the cell did, or left too

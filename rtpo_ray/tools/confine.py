@@ -27,6 +27,7 @@ _NEW_ROOT = "/tmp"  # where the new root is put together; any folder that is alw
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}  # Landlock version: how many rights it knows, from bit 0
 
+_ADDR_NO_RANDOMIZE = 0x0040000
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 
 # What a session may ask of the kernel (x86_64): memory, clocks, reading files, and its one channel. No process, thread, socket, signal to
@@ -44,6 +45,17 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | (os
 _ARCHITECTURE, _X32 = 0xC000003E, 0x40000000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _NOT_PERMITTED = 0x7FFF0000, 0x80000000, 0x00050000 | 1
+
+
+def fix_addresses() -> bool:
+    """Ask that memory be laid out the same in every process from the next exec on: what cells print, and the order of some sets, depends on
+    addresses.
+
+    Returns:
+        whether an exec is needed. Not when it is so already, or when the machine refuses.
+    """
+    present = _LIBC.personality(ctypes.c_ulong(0xFFFFFFFF))
+    return not present & _ADDR_NO_RANDOMIZE and _LIBC.personality(ctypes.c_ulong(present | _ADDR_NO_RANDOMIZE)) >= 0
 
 
 def enter_namespaces() -> dict[str, str]:

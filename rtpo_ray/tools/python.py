@@ -13,7 +13,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of objects; another pro
 
 class Python(Toolset):
     """One notebook an episode. Its state is the cells so far with their outputs; a copy runs them again before its first call, and so does the
-    call after one that killed the session. Each cell must then give the same output: `random` and `numpy.random` start from a fixed seed.
+    call after one that killed the session. Each cell must then give the same output: `random`, numpy
+    and sympy start from a fixed seed, and hashes are the same in every process.
 
     Code can import the standard library, and numpy and sympy where they are installed. It reads no other file, writes none, and
     reaches no network and no other process.

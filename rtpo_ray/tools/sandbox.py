@@ -30,6 +30,7 @@ ESSENTIAL = ("rlimits", "capabilities", "landlock", "seccomp")  # the others are
 START_SECONDS = 60.0  # for the zygote, which imports sympy, and for a session
 CPU_SECONDS = 3600  # of a session's whole life
 _STATUS_SECONDS = 0.5  # how long to wait for the word how a session ended
+_GRACE_SECONDS = 2.0  # for the zygote to end
 _NONCE = 16  # bytes
 _OUT_OF_MEMORY = 99  # a session's exit code
 _PER_CHARACTER = 4  # bytes of UTF-8 at most
@@ -222,9 +223,14 @@ class _Zygote:
 
     def stop(self) -> None:
         """End it and all of its sessions."""
+        with contextlib.suppress(OSError):  # it is gone, or was stopped before
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
-        self._process.kill()
-        self._process.wait(START_SECONDS)
+        try:
+            self._process.wait(_GRACE_SECONDS)  # so that it ends and reaps the others itself
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_GRACE_SECONDS)
 
 
 _current: _Zygote | None = None

@@ -39,6 +39,8 @@ _PAGE = resource.getpagesize()
 
 
 def main() -> None:
+    if confine.fix_addresses():
+        os.execv(sys.executable, sys.orig_argv)
     control = socket.socket(fileno=int(sys.argv[1]))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # rather this than the process that trains
@@ -150,8 +152,14 @@ def _serve(control: socket.socket, base: int, filtered: bool) -> NoReturn:
             if not message:
                 os._exit(0)
             channel, status = (socket.socket(fileno=descriptor) for descriptor in descriptors)
-            with channel:
+            try:
                 process = _fork(json.loads(message), channel, status, base, filtered)
+            except OSError as error:  # no memory, no process numbers: this session fails, the others go on
+                status.send(str(error).encode())
+                status.close()
+                continue
+            finally:
+                channel.close()
             handle = os.pidfd_open(process)
             children[handle], handles[status.fileno()] = (process, status), handle
             poll.register(handle, select.POLLIN)

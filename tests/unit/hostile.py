@@ -25,8 +25,9 @@ def ended(name, code, pattern):
 
 
 REFUSED = "PermissionError|FileNotFoundError"
-SYSTEM_CALLS = {"fork": 57, "vfork": 58, "clone": 56, "clone3": 435, "execve": 59, "kill": 62, "tkill": 200, "tgkill": 234, "socket": 41, "socketpair": 53,
-                "ptrace": 101, "prctl": 157, "unshare": 272, "mount": 165, "chroot": 161, "setrlimit": 160, "prlimit64": 302, "memfd_create": 319,
+SYSTEM_CALLS = {"fork": 57, "vfork": 58, "clone": 56, "clone3": 435, "execve": 59, "kill": 62, "tkill": 200, "tgkill": 234, "socket": 41,
+                "socketpair": 53, "ptrace": 101, "prctl": 157, "unshare": 272, "mount": 165,
+                "chroot": 161, "setrlimit": 160, "prlimit64": 302, "memfd_create": 319,
                 "openat2": 437, "io_uring_setup": 425, "bpf": 321, "setitimer": 38, "alarm": 37, "timer_create": 222, "pidfd_open": 434,
                 "process_vm_readv": 310, "setuid": 105, "rename": 82, "unlink": 87, "chmod": 90, "sendmsg": 46, "dup": 32, "fcntl": 72, "ioctl": 16,
                 "shmget": 29, "keyctl": 250, "userfaultfd": 323, "setns": 308, "sched_setaffinity": 203, "setpriority": 141}
@@ -44,8 +45,8 @@ SNIPPETS = [
     endless("endless output to descriptors", "import os\nwhile True: os.write(1, b'x' * 1000); os.write(2, b'y')"),
     endless("repr that does not return", "class E:\n    def __repr__(self):\n        while True: pass\nE()"),
     endless("traceback that does not return", "class E(Exception):\n    def __str__(self):\n        while True: pass\nraise E"),
-    endless("every signal ignored", "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
-            "while True: pass"),
+    endless("every signal ignored", "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n"
+            "    except (OSError, ValueError): pass\nwhile True: pass"),
     endless("deadlock", "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()"),
     endless("the channel read", "import os; os.read(3, 1)"),
     # memory
@@ -82,7 +83,8 @@ SNIPPETS = [
     Snippet("quit", "quit()", "SystemExit|NameError"),
     ended("abort", "import os; os.abort()", "SIGABRT|SIGSEGV"),
     ended("null pointer", "import ctypes; ctypes.string_at(0)", "SIGSEGV"),
-    Snippet("system calls", f"import ctypes\nlibc = ctypes.CDLL(None)\n[name for name, n in {SYSTEM_CALLS}.items() if libc.syscall(n, 0, 0, 0, 0, 0) != -1]",
+    Snippet("system calls", f"import ctypes\nlibc = ctypes.CDLL(None)\n"
+            f"[name for name, n in {SYSTEM_CALLS}.items() if libc.syscall(n, 0, 0, 0, 0, 0) != -1]",
             r"^\[\]$"),
     ended("system call of 32 bits", "import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\nm.write(b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3')\n"
           "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()", "SIGSYS|SIGSEGV"),
@@ -105,7 +107,8 @@ SNIPPETS = [
     Snippet("mkdir", "import os; os.mkdir('{folder}/new')", REFUSED),
     Snippet("link", "import os; os.symlink('/etc/passwd', '{folder}/new')", REFUSED),
     Snippet("shared memory", "open('/dev/shm/new', 'wb').write(bytes(1 << 30))", REFUSED),
-    Snippet("shared memory of multiprocessing", "from multiprocessing.shared_memory import SharedMemory; SharedMemory(create=True, size=1 << 20)", REFUSED),
+    Snippet("shared memory of multiprocessing", "from multiprocessing.shared_memory import SharedMemory\n"
+            "SharedMemory(create=True, size=1 << 20)", REFUSED),
     Snippet("temporary file", "import tempfile; tempfile.TemporaryFile()", REFUSED),
     Snippet("devices", "open('/dev/mem', 'rb').read(1)", REFUSED),
     # network
@@ -115,15 +118,18 @@ SNIPPETS = [
     Snippet("name look-up", "import socket; socket.gethostbyname('example.com')", "gaierror|PermissionError|herror"),
     Snippet("http", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}/')", "URLError|PermissionError"),
     # descriptors and the protocol
-    Snippet("inherited descriptors", "import os\nfound = []\nfor n in range(5000):\n    try: os.fstat(n); found.append(n)\n    except OSError: pass\nfound",
+    Snippet("inherited descriptors", "import os\nfound = []\nfor n in range(5000):\n    try: os.fstat(n); found.append(n)\n"
+            "    except OSError: pass\nfound",
             r"^\[0, 1, 2, 3\]$"),
     Snippet("reading descriptors", "import os; [os.read(n, 100) for n in (0, 1, 2)]", r"^\[b'', b'', b''\]$|OSError"),
     ended("every descriptor closed", "import os; os.closerange(0, 100)", "closed the sandbox's own connection|exit code 1"),
     endless("every descriptor closed, then a loop", "import os; os.closerange(0, 3)\nwhile True: pass"),
     ended("the channel closed, then a loop", "import os; os.close(3)\nwhile True: pass", "closed the sandbox's own connection"),
-    ended("garbage on every descriptor", "import os\nfor n in range(100):\n    try: os.write(n, os.urandom(5000))\n    except OSError: pass", "own connection"),
+    ended("garbage on every descriptor", "import os\nfor n in range(100):\n    try: os.write(n, os.urandom(5000))\n    except OSError: pass",
+          "own connection"),
     ended("a reply in advance", "import os, struct; os.write(3, struct.pack('>I', 21) + bytes(16) + b'hello')", "own connection"),
-    ended("a reply without end", "import os, struct\nos.write(3, struct.pack('>I', 2**32 - 1))\nwhile True: os.write(3, bytes(4096))", "own connection"),
+    ended("a reply without end", "import os, struct\nos.write(3, struct.pack('>I', 2**32 - 1))\nwhile True: os.write(3, bytes(4096))",
+          "own connection"),
     endless("a reply in drops", "import os, struct, time\nos.write(3, struct.pack('>I', 2000))\nwhile True: os.write(3, b'x'); time.sleep(0.01)"),
     # the harness
     ended("builtins replaced", "import builtins\nfor n in ('len', 'bytes', 'max', 'isinstance'): setattr(builtins, n, None)", "exit code 1"),
@@ -132,7 +138,8 @@ SNIPPETS = [
     ended("the harness's functions replaced", "import sys; sys._getframe(3).f_globals['_send'] = None", "exit code 1"),
     ended("the harness's frames", "import sys\nf = sys._getframe()\nwhile f.f_back: f = f.f_back\nnames = f.f_globals['__builtins__']\n"
           "(names if isinstance(names, dict) else vars(names)).clear()", "exit code 1|SIGSEGV"),
-    Snippet("objects by gc", "import gc\n[str(x) for x in gc.get_objects() if isinstance(x, (dict, list)) and 'canary-' + '5f1c9e' in str(x)][:1]", r"^\[\]$"),
+    Snippet("objects by gc", "import gc\n[str(x) for x in gc.get_objects()\n"
+            " if isinstance(x, (dict, list)) and 'canary-' + '5f1c9e' in str(x)][:1]", r"^\[\]$"),
     Snippet("modules deleted", "import sys; sys.modules.clear()", r"^\(no output\)$"),
     Snippet("profile hook", "import sys\ndef hook(*a):\n    raise KeyboardInterrupt\nsys.setprofile(hook)", "KeyboardInterrupt"),
     Snippet("bad text", "print('\\ud800' * 2000)", r"^\?{500}\n\.\.\. 1001 characters cut \.\.\.\n\?{499}$"),
