@@ -67,3 +67,7 @@ class GraderError(RtpoError):
 
 class DataError(RtpoError):
     """The files of tasks are not there, or lack what the environment reads."""
+
+
+class SandboxError(RtpoError):
+    """Python code cannot be confined on this machine, or the process that does it does not start."""
