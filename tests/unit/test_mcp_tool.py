@@ -201,9 +201,11 @@ def test_processes_end_when_toolsets_are_closed_or_forgotten():
 
 
 def test_processes_end_with_the_one_that_started_them():
-    script = ("import sys\nfrom rtpo_ray.tools.mcp import Mcp\nshared, own = (Mcp(sys.executable, [sys.argv[1]], stateless=flag) for flag in (True, False))\n"
+    script = ("import sys\nfrom rtpo_ray.tools.mcp import Mcp\n"
+              "shared, own = (Mcp(sys.executable, [sys.argv[1]], stateless=flag) for flag in (True, False))\n"
               "print(shared.run('process', {}), own.run('process', {}))")
-    done = subprocess.run([sys.executable, "-c", script, SERVER], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, SERVER], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+                          timeout=60)
     assert done.returncode == 0, done.stderr
     assert all(gone(int(process)) for process in done.stdout.split())
 

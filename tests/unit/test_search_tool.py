@@ -55,7 +55,7 @@ def test_the_best_passages_come_first_with_their_rank_and_title(corpus):
     assert make(corpus).search("cafe in a city").splitlines() == ["[1] Café: Cities have cafés."]  # accents and plurals
     assert titles(make(corpus).search("fish")) == ["Fish", "Trout", "Otter"]  # a word of the title counts twice; a short passage more than a long one
     assert titles(make(corpus, top=9).search("FISH rivers")) == ["Trout", "Otter", "Heron", "Fish"]
-    assert make(corpus, chars=20).search("otter") == "[1] Otter: Otters eat f ..."
+    assert make(corpus, chars=20).search("otter") == "[1] Otter: Otters eat fi ..."
     assert make(corpus, title="").search("otter") == "[1] Otters eat fish. They live in rivers."
 
 

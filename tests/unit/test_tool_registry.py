@@ -49,7 +49,8 @@ def test_what_is_wrong_with_a_spec_is_said_with_what_is_valid(spec, error):
 
 
 def test_a_toolset_of_the_users_own_is_named_by_its_file(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("from rtpo_ray.tools import Toolset\nclass Mine(Toolset):\n    def __init__(self, size: int = 1):\n        self.size = size\n")
+    source = "from rtpo_ray.tools import Toolset\nclass Mine(Toolset):\n    def __init__(self, size: int = 1):\n        self.size = size\n"
+    (tmp_path / "mine.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     toolset = build({"mine.py:Mine": {"size": 4}})
     assert isinstance(toolset, Toolset)
