@@ -17,6 +17,7 @@ CONSTANTS: dict[str, Any] = {"pi": math.pi, "e": math.e}
 LONGEST = 1000  # characters of an expression, and of a printed result
 VARIABLES = 100  # that an episode may set
 _MEMORY = 4_000_000  # bytes of one call's values
+_MESSAGE = 200  # characters of an error
 _PATIENCE = 30.0  # seconds that a call waits for a free interpreter before the rollout is given up
 _PRELUDE = f"from math import {', '.join(FUNCTIONS)}\nln = log\n"
 _RESERVED = {*FUNCTIONS, "ln"}
@@ -83,7 +84,7 @@ class Calculator(Toolset):
             return "a value is too large"
         if isinstance(error, TimeoutError):
             return f"took longer than {self.seconds:g} s"
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"[:_MESSAGE]
 
 
 def _parse(line: str) -> tuple[str, str]:

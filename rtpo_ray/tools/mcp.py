@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,10 @@ from typing import Any
 
 from rtpo_ray.errors import ToolServerError
 from rtpo_ray.tools.base import ToolError, Toolset
+
+Address = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...], str]  # command, args, env, url
+
+_addresses: dict[str, Address] = {}  # by hash: they may hold secrets, so states hold the hash; a process makes its toolsets before it restores any
 
 
 class Mcp(Toolset):
@@ -49,7 +54,9 @@ class Mcp(Toolset):
                 raise ValueError(f"{name} is {value}; expected more than 0")
         if replay not in ("refuse", "allow"):
             raise ValueError(f"replay is {replay!r}; expected refuse or allow")
-        self.address = (command, tuple(map(str, args)), tuple(sorted((env or {}).items())), url)
+        address = (command, tuple(map(str, args)), tuple(sorted((name, str(value)) for name, value in (env or {}).items())), url)
+        self.key = hashlib.blake2b(repr(address).encode(), digest_size=8).hexdigest()
+        _addresses[self.key] = address
         self.seconds, self.start_seconds, self.offered, self.output_chars = seconds, start_seconds, tuple(tools), output_chars
         self.stateless, self.on_copy = stateless, replay
         self.calls: list[tuple[str, str, str, bool]] = []  # tool, arguments as JSON, result, whether it is an error: what a stateful server has seen
@@ -61,6 +68,14 @@ class Mcp(Toolset):
         if why := self.branching_error():
             raise TypeError(why)
         return super().__reduce_ex__(protocol)
+
+    @property
+    def address(self) -> Address:
+        """Of the server. Raises ToolServerError in a process that has not made a toolset with these options itself."""
+        if self.key not in _addresses:
+            raise ToolServerError(f"MCP server {self.key}: its address is in no snapshot, and this process has made no toolset with it; "
+                                  "make the environment before a snapshot of it is restored")
+        return _addresses[self.key]
 
     def branching_error(self) -> str:
         if self.stateless or self.on_copy == "allow":

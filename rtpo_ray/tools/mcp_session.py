@@ -20,8 +20,7 @@ from mcp_types import INVALID_PARAMS
 from referencing import Registry
 
 from rtpo_ray.errors import ToolServerError
-
-Address = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...], str]  # command, args, env, url
+from rtpo_ray.tools.mcp import Address
 
 LISTINGS: dict[Address, dict[str, dict[str, Any]]] = {}  # function schemas of a server's tools, by name
 _CLOSING = 10.0  # seconds for a session to end; the server is killed before they are over

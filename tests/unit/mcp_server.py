@@ -53,6 +53,12 @@ def process() -> str:
 
 
 @server.tool()
+def variable(name: str) -> str:
+    """One of its environment."""
+    return os.environ.get(name, "not set")
+
+
+@server.tool()
 def picture() -> list[TextContent | ImageContent]:
     """A text and a picture."""
     return [TextContent(text="look"), ImageContent(data="AAAA", mime_type="image/png")]
