@@ -12,7 +12,7 @@ from rtpo_ray.errors import GraderError
 _NUMBER = re.compile(r"(?:(?<![\w)}])-)?(?:\\[dt]?frac\{\d+\}\{\d+\}|\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?(?:/\d+)?|\.\d+)(?:\s*\\?%)?")
 _STATED = re.compile(r"\banswer(?:\s+is|\s*:)[ \t:*]*([^\n]+)", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?:\s|$)")
-_AMOUNT = re.compile(rf"(?:\\?\$|€|£)?\s*({_NUMBER.pattern})(?:\s+(?!(?:sin|cos|tan|log|exp)\b)[A-Za-z]{3}[A-Za-z ]*)?")
+_AMOUNT = re.compile(rf"(?:\\?\$|€|£)?\s*({_NUMBER.pattern})(?:\s+(?!(?:sin|cos|tan|log|exp)\b)[A-Za-z]{{3}}[A-Za-z ]*)?")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _LINE = re.compile(r"^[ \t*#]*(?:final )?answer[ \t]*:[ \t*]*([^\n]+)", re.IGNORECASE | re.MULTILINE)
 

@@ -30,7 +30,7 @@ VERDICT: CORRECT
 or
 VERDICT: INCORRECT"""
 
-_VERDICT = re.compile(r"VERDICT: *(CORRECT|INCORRECT)|SCORE: *([01]|[01]?\.\d+|1\.0+)")
+_VERDICT = re.compile(r"VERDICT: *(CORRECT|INCORRECT)|SCORE: *([01]|0?\.\d+|1\.0+)")
 _DELIMITER = re.compile(r"<(?=\s*/?\s*response\b)", re.IGNORECASE)
 _BACKOFF = 8.0  # seconds that the client waits at most before a retry, unless the server names another time
 
@@ -87,8 +87,9 @@ class Judge(Grader):
 
         reply = ""
         tries = 1 + self.retries
+        limit = tries * (self.seconds + _BACKOFF)  # the client's own timeout is one of silence: a server that drips would hold it for ever
         try:
-            async with (asyncio.timeout(tries * (self.seconds + _BACKOFF)),
+            async with (asyncio.timeout(limit),
                         openai.AsyncOpenAI(base_url=self.url, api_key=self.key or "none", timeout=self.seconds, max_retries=self.retries) as client):
                 for _ in range(tries):
                     made = await client.chat.completions.create(model=self.model, temperature=0.0, max_tokens=self.max_tokens,
@@ -97,7 +98,8 @@ class Judge(Grader):
                     if (score := verdict(reply)) is not None:
                         return score
         except (openai.OpenAIError, TimeoutError, ValueError) as error:  # ValueError: a body that is no JSON
-            said = str(error).replace(self.key, "***") if self.key else str(error)
+            said = str(error) or f"no whole reply within {limit:g} s"
+            said = said.replace(self.key, "***") if self.key else said
             raise GraderError(f"the judge {self.model} at {self.url} gave no verdict: {type(error).__name__}: {said}") from error
         raise GraderError(f"the judge {self.model} at {self.url} gave no verdict in {tries} tries; its last reply was {reply[-500:]!r}")
 

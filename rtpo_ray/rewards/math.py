@@ -18,7 +18,7 @@ _SPACING = re.compile(r"\\(?:left|right)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|~|\\?\$")
 _THOUSANDS = re.compile(r"(?<=\d),(?:\\!\s*|\s*\\!)(?=\d{3})")
 _WORDS = re.compile(r"\\(?:text|mbox|mathrm|textbf|textrm)\s*\{([^{}]*)\}")
 _UNIT = re.compile(r" ?(?:\\(?:text|mbox|mathrm|textrm) ?\{[^{}]*\}(?: ?\^ ?(?:\d|\{\d\}))?|\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree|°)$")
-_SPACE = re.compile(r"(?<!\d) | (?!\d)")  # between two digits it tells 1 1/2 from 11/2
+_SPACE = re.compile(r"(?<!\d) (?!(?<=, )\d{3}(?!\d))| (?!\d)")  # one that tells 1 1/2 from 11/2, or 100, 200 from 100,200, stays
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)"
 _PLAIN = re.compile(rf"([+-]?)({_DIGITS})(?:/({_DIGITS}))?(\\?%)?")
 _FRACTION = re.compile(r"([+-]?)\\frac(?:\{(-?\d+)\}|(\d))(?:\{(-?\d+)\}|(\d))(\\?%)?")

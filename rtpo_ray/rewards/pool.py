@@ -156,10 +156,11 @@ class Pool:
             worker.kill()
         with self._changed:
             if worker in self._workers:  # else the pool was closed meanwhile
-                if not usable:
+                if usable:
+                    self._idle.append(worker)
+                else:
                     self._workers.discard(worker)
-                    worker = self._start()
-                self._idle.append(worker)
+                    self._idle.insert(0, self._start())  # the last to be taken, since it is not ready
             self._changed.notify()
 
     def _start(self) -> _Worker:

@@ -8,6 +8,7 @@ middle of one huge power, where Python would not look at a signal.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import resource
@@ -47,20 +48,21 @@ def serve(connection: Connection) -> None:
     for gold, answer in WARM:
         same(parse(gold), parse(answer))
     connection.send_bytes(b"ready")
-    while True:
-        try:
-            request = json.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
-        meaning = parse(request["gold"])
-        connection.send_bytes(b"gold" if meaning else b"no gold")
-        if meaning:
-            signal.setitimer(signal.ITIMER_PROF, request["seconds"])
-            verdict = same(meaning, parse(request["answer"]))
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send_bytes(b"right" if verdict else b"wrong")
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            _answer(connection, **json.loads(connection.recv_bytes()))
+
+
+def _answer(connection: Connection, gold: str, answer: str, seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    if meaning := parse(gold):
+        connection.send_bytes(b"gold")
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        verdict = b"right" if same(meaning, parse(answer)) else b"wrong"
+    else:
+        verdict = b"no gold"
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    connection.send_bytes(verdict)
 
 
 if __name__ == "__main__":
