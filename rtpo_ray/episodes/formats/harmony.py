@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 
 from rtpo_ray.episodes.formats.base import BROKEN, Call, CallFormat, MalformedCall, Message, Reading, Schemas, ToolCall, call_of, wrong_json
 
-_MESSAGE = re.compile(r"(.*?)<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z)", re.DOTALL)
+_MARK = re.compile(r"(<\|(?:start|channel|message|end|call|return)\|>)")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 _CONTROL = re.compile(r"<\|\w+\|>")
 
 
@@ -58,30 +59,45 @@ class Harmony(CallFormat):
             yield {"role": "assistant", "content": marker}, ""
 
 
+def _messages(text: str) -> list[tuple[str, str | None]]:
+    """(header, body) of every message of a response; the body is None where the header never ends."""
+    messages: list[tuple[str, str | None]] = []
+    header, body = "", None
+    for piece in _MARK.split(text):
+        if piece == "<|message|>" and body is None:
+            body = ""
+        elif piece in _ENDS or (piece == "<|channel|>" and body is not None):
+            messages.append((header, body))
+            header, body = piece if piece == "<|channel|>" else "", None
+        elif body is None:
+            header += piece
+        else:
+            body += piece
+    return [*messages, (header, body)]
+
+
 def _split(text: str) -> tuple[list[Call], str, str]:
     """(calls, text of the final channel, thought) of a response."""
     calls: list[Call] = []
     finals, thoughts = [], []
-    position = 0
-    for message in _MESSAGE.finditer(text):
-        header, body = message.groups()
-        position = message.end()
+    for header, body in _messages(text):
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient:
             calls.append(_call(recipient.group(1), body))
+        elif body is None:
+            continue
         elif channel is None or channel.group(1) == "final":
             finals.append(body)
         elif channel.group(1) == "analysis":
             thoughts.append(body)
-    rest = text[position:]
-    if position == 0 and not _CONTROL.search(text) and not _RECIPIENT.match(text.strip()):
+    if not calls and not _CONTROL.search(text):
         return [], text, ""
-    if _RECIPIENT.search(rest):
-        calls.append(MalformedCall("the call has no <|message|> with its arguments"))
     return calls, "".join(finals), "\n".join(thoughts)
 
 
-def _call(recipient: str, body: str) -> Call:
+def _call(recipient: str, body: str | None) -> Call:
+    if body is None:
+        return MalformedCall("the call has no <|message|> with its arguments")
     space, _, name = recipient.partition(".")
     if space != "functions" or not name:
         return MalformedCall(f"no recipient {recipient!r}; tools are called as functions.NAME")
