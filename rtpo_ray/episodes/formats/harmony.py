@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from rtpo_ray.episodes.formats.base import BROKEN, Call, CallFormat, MalformedCall, Message, Reading, Schemas, ToolCall, call_of, wrong_json
+from rtpo_ray.episodes.formats.base import BROKEN, Call, MalformedCall, Message, Reading, Schemas, StructuredFormat, ToolCall, call_of, wrong_json
 
 _MARK = re.compile(r"(<\|(?:start|channel|message|end|call|return)\|>)")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -15,7 +15,7 @@ _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 _CONTROL = re.compile(r"<\|\w+\|>")
 
 
-class Harmony(CallFormat):
+class Harmony(StructuredFormat):
     """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`. The response's last `<|call|>` is the token that
     ends it, so a call whose JSON is whole needs none. A response with no channel at all is an answer."""
 
@@ -37,26 +37,19 @@ class Harmony(CallFormat):
     def recipient(self, text: str) -> str:
         return next((call.name for call in reversed(_split(text)[0]) if isinstance(call, ToolCall)), "")
 
+    def called(self, calls: Sequence[ToolCall], name: str) -> Message:
+        return super().called([ToolCall(name, call.arguments) for call in calls], name)
+
     def messages(self, text: str, role: str, observation: str, *, strip: bool) -> list[Message]:
-        """A message for every call, as the template wants them. It shows a result only as a called tool's, so where nothing could be called,
-        the user says it."""
+        """One message a call: the template shows no more in one."""
         calls, final, thought = _split(text)
-        called = [call for call in calls if isinstance(call, ToolCall)]
-        turn: list[Message] = [{"role": "assistant", "content": "", "tool_calls": [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}]} for call in called]
-        if not called:
+        turn = [self.called([call], call.name) for call in calls if isinstance(call, ToolCall)]
+        name = self.recipient(text)
+        if not turn:
             turn = [{"role": "assistant", "content": _CONTROL.sub(" ", text).strip() if calls else final}]
-            role = "user" if role == "tool" else role
         if thought and not strip:
             turn[0]["thinking"] = thought
-        return [*turn, {"role": role, "content": observation}]
-
-    def samples(self, marker: str, name: str) -> Iterator[tuple[Message, str]]:
-        if name:
-            yield {"role": "assistant", "content": "", "tool_calls": [
-                {"type": "function", "function": {"name": name, "arguments": {"reply": marker}}}]}, '"}'
-        else:
-            yield {"role": "assistant", "content": marker}, ""
+        return [*turn, self.observed(role, observation, name)]
 
 
 def _messages(text: str) -> list[tuple[str, str | None]]:
