@@ -11,12 +11,13 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rtpo_ray.environments.base import Observation
-from rtpo_ray.episodes.toolcalls import FORMATS, ToolCall, describe_tools, recognise
+from rtpo_ray.episodes.toolcalls import FORMATS, StructuredFormat, describe_tools, recognise
 
 if TYPE_CHECKING:
     from rtpo_ray.config import Config
@@ -63,6 +64,7 @@ class ChatTemplate:
         self.calls = FORMATS[recognise(str(tokenizer.chat_template)) if calls == "auto" else calls]
         self._tools_in, self._args = tools_in, dict(args or {})
         self._special = tokenizer.get_added_vocab()
+        self._plain = re.compile(f"(?:(?!{'|'.join(map(re.escape, self._special))}).)*", re.DOTALL)  # text up to a special token
         self._delta = functools.lru_cache(maxsize=4096)(self._make_delta)
         self.stop_ids = self._find_stops(stops)
         self.opens_thoughts = self._in_thought(self.encode(self.render([_QUESTION], [], prompt=True)))
@@ -110,11 +112,12 @@ class ChatTemplate:
         return self._delta(observation, name, last)
 
     def _make_delta(self, observation: Observation, name: str, last: int | None) -> list[int]:
-        for reply, rest in self.calls.samples(_MARKER, name):
-            *_, said = self.calls.messages("", self._role(observation), observation.text, strip=False)
-            after = {**said, "role": "tool"} if name else said
+        after = self.calls.observed(self._role(observation), observation.text, name)
+        for reply in self.calls.samples(_MARKER, name):
             head, full = self.render([_QUESTION, reply], [], prompt=False), self.render([_QUESTION, reply, after], [], prompt=True)
-            stable = head[: head.rindex(_MARKER) + len(_MARKER)] + rest
+            stable = head[: head.rindex(_MARKER) + len(_MARKER)]
+            if name:  # the marker is inside a call: the rest of that call too
+                stable += self._plain.match(head, len(stable)).group()  # type: ignore[union-attr]
             end = self._special_at(full[len(stable):])
             if full.startswith(stable) and end:
                 closed = last is not None and (self._ends or last == self._special[end])
@@ -129,8 +132,8 @@ class ChatTemplate:
         """Whether the template shows a message of `role` after a reply; some pass over it, others refuse it."""
         from jinja2 import TemplateError
 
-        if self.calls.recipient(self.calls.format([ToolCall("f", {})])):
-            return True  # shown after a call only
+        if isinstance(self.calls, StructuredFormat):
+            return True  # after a call
         try:
             return _MARKER in self.render([_QUESTION, {"role": "assistant", "content": "reply"}, {"role": role, "content": _MARKER}], [], prompt=True)
         except TemplateError:

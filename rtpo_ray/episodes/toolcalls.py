@@ -10,12 +10,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rtpo_ray.episodes.formats.base import CallFormat, MalformedCall, Reading, ToolCall
+from rtpo_ray.episodes.formats.base import CallFormat, MalformedCall, Reading, StructuredFormat, ToolCall
 from rtpo_ray.episodes.formats.harmony import Harmony
 from rtpo_ray.episodes.formats.in_json import DeepSeek, Hermes, Llama3, Mistral
 from rtpo_ray.episodes.formats.in_tags import Glm, Pythonic, Qwen3Coder
 
-__all__ = ["FORMATS", "CallFormat", "MalformedCall", "Reading", "ToolCall", "describe_tools", "format_hermes", "recognise"]
+__all__ = ["FORMATS", "CallFormat", "MalformedCall", "Reading", "StructuredFormat", "ToolCall", "describe_tools", "format_hermes", "recognise"]
 
 # In this order a template is recognised: two of them also write <tool_call>, as hermes does.
 FORMATS: dict[str, CallFormat] = {spoken.name: spoken for spoken in (

@@ -99,18 +99,40 @@ class CallFormat(ABC):
         """The calls that begin at `mark`, and where the text goes on, after `mark.start()`."""
 
     def recipient(self, text: str) -> str:
-        """The tool that the chat template must name when it shows the results of the response `text`; empty: it names none."""
+        """What the chat template wants named where it shows the results of the response `text`: the tool, or the call's id. Empty: nothing."""
         return ""
+
+    def observed(self, role: str, text: str, name: str) -> Message:
+        """The message of an observation; `name` is the `recipient` of the response before it."""
+        return {"role": role, "content": text}
 
     def messages(self, text: str, role: str, observation: str, *, strip: bool) -> list[Message]:
         """The turn as messages of the chat: a response and what was observed, said by `role`. `strip`: without the response's thoughts."""
         said = self.strip_thought(text) if strip else text
-        return [{"role": "assistant", "content": said}, {"role": role, "content": observation}]
+        return [{"role": "assistant", "content": said}, self.observed(role, observation, "")]
 
-    def samples(self, marker: str, name: str) -> Iterator[tuple[Message, str]]:
-        """Responses to `name` that try a template out, with a thought and without: (message, what follows `marker` before the message ends)."""
-        yield {"role": "assistant", "content": marker}, ""
-        yield {"role": "assistant", "content": f"<think>\nthought\n</think>\n\n{marker}"}, ""
+    def samples(self, marker: str, name: str) -> Iterator[Message]:
+        """Responses with `marker` in them that try a template out: the call that `name` answers, or else text, with a thought and without."""
+        yield {"role": "assistant", "content": marker}
+        yield {"role": "assistant", "content": f"<think>\nthought\n</think>\n\n{marker}"}
+
+
+class StructuredFormat(CallFormat):
+    """A format whose chat templates show a result only after the call itself, given to them as data. Where a response calls nothing that
+    could be run, what is observed is therefore said by the user."""
+
+    def observed(self, role: str, text: str, name: str) -> Message:
+        return super().observed("user" if role == "tool" and not name else role, text, name)
+
+    def samples(self, marker: str, name: str) -> Iterator[Message]:
+        if not name:
+            return super().samples(marker, name)
+        return iter([self.called([ToolCall("f", {"reply": marker})], name)])
+
+    def called(self, calls: Sequence[ToolCall], name: str) -> Message:
+        """The assistant message of `calls`."""
+        return {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls]}
 
 
 def json_at(text: str, start: int) -> tuple[Any, int]:

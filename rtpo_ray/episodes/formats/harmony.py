@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from rtpo_ray.episodes.formats.base import BROKEN, Call, CallFormat, MalformedCall, Message, Reading, Schemas, ToolCall, call_of, wrong_json
+from rtpo_ray.episodes.formats.base import BROKEN, Call, MalformedCall, Message, Reading, Schemas, StructuredFormat, ToolCall, call_of, wrong_json
 
-_MESSAGE = re.compile(r"(.*?)<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z)", re.DOTALL)
+_MARK = re.compile(r"(<\|(?:start|channel|message|end|call|return)\|>)")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 _CONTROL = re.compile(r"<\|\w+\|>")
 
 
-class Harmony(CallFormat):
+class Harmony(StructuredFormat):
     """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`. The response's last `<|call|>` is the token that
     ends it, so a call whose JSON is whole needs none. A response with no channel at all is an answer."""
 
@@ -36,52 +37,60 @@ class Harmony(CallFormat):
     def recipient(self, text: str) -> str:
         return next((call.name for call in reversed(_split(text)[0]) if isinstance(call, ToolCall)), "")
 
+    def called(self, calls: Sequence[ToolCall], name: str) -> Message:
+        return super().called([ToolCall(name, call.arguments) for call in calls], name)
+
     def messages(self, text: str, role: str, observation: str, *, strip: bool) -> list[Message]:
-        """A message for every call, as the template wants them. It shows a result only as a called tool's, so where nothing could be called,
-        the user says it."""
+        """One message a call: the template shows no more in one."""
         calls, final, thought = _split(text)
-        called = [call for call in calls if isinstance(call, ToolCall)]
-        turn: list[Message] = [{"role": "assistant", "content": "", "tool_calls": [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}]} for call in called]
-        if not called:
+        turn = [self.called([call], call.name) for call in calls if isinstance(call, ToolCall)]
+        name = self.recipient(text)
+        if not turn:
             turn = [{"role": "assistant", "content": _CONTROL.sub(" ", text).strip() if calls else final}]
-            role = "user" if role == "tool" else role
         if thought and not strip:
             turn[0]["thinking"] = thought
-        return [*turn, {"role": role, "content": observation}]
+        return [*turn, self.observed(role, observation, name)]
 
-    def samples(self, marker: str, name: str) -> Iterator[tuple[Message, str]]:
-        if name:
-            yield {"role": "assistant", "content": "", "tool_calls": [
-                {"type": "function", "function": {"name": name, "arguments": {"reply": marker}}}]}, '"}'
+
+def _messages(text: str) -> list[tuple[str, str | None]]:
+    """(header, body) of every message of a response; the body is None where the header never ends."""
+    messages: list[tuple[str, str | None]] = []
+    header, body = "", None
+    for piece in _MARK.split(text):
+        if piece == "<|message|>" and body is None:
+            body = ""
+        elif piece in _ENDS or (piece == "<|channel|>" and body is not None):
+            messages.append((header, body))
+            header, body = piece if piece == "<|channel|>" else "", None
+        elif body is None:
+            header += piece
         else:
-            yield {"role": "assistant", "content": marker}, ""
+            body += piece
+    return [*messages, (header, body)]
 
 
 def _split(text: str) -> tuple[list[Call], str, str]:
     """(calls, text of the final channel, thought) of a response."""
     calls: list[Call] = []
     finals, thoughts = [], []
-    position = 0
-    for message in _MESSAGE.finditer(text):
-        header, body = message.groups()
-        position = message.end()
+    for header, body in _messages(text):
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient:
             calls.append(_call(recipient.group(1), body))
+        elif body is None:
+            continue
         elif channel is None or channel.group(1) == "final":
             finals.append(body)
         elif channel.group(1) == "analysis":
             thoughts.append(body)
-    rest = text[position:]
-    if position == 0 and not _CONTROL.search(text) and not _RECIPIENT.match(text.strip()):
+    if not calls and not _CONTROL.search(text):
         return [], text, ""
-    if _RECIPIENT.search(rest):
-        calls.append(MalformedCall("the call has no <|message|> with its arguments"))
     return calls, "".join(finals), "\n".join(thoughts)
 
 
-def _call(recipient: str, body: str) -> Call:
+def _call(recipient: str, body: str | None) -> Call:
+    if body is None:
+        return MalformedCall("the call has no <|message|> with its arguments")
     space, _, name = recipient.partition(".")
     if space != "functions" or not name:
         return MalformedCall(f"no recipient {recipient!r}; tools are called as functions.NAME")

@@ -6,7 +6,20 @@ import json
 import re
 from collections.abc import Sequence
 
-from rtpo_ray.episodes.formats.base import BROKEN, Call, CallFormat, MalformedCall, Schemas, ToolCall, call_of, json_at, skip, wrong_json
+from rtpo_ray.episodes.formats.base import (
+    BROKEN,
+    Call,
+    CallFormat,
+    MalformedCall,
+    Message,
+    Schemas,
+    StructuredFormat,
+    ToolCall,
+    call_of,
+    json_at,
+    skip,
+    wrong_json,
+)
 
 
 class Hermes(CallFormat):
@@ -77,12 +90,14 @@ def _next_object(text: str, start: int) -> int:
     return found.end() if found else len(text)
 
 
-class Mistral(CallFormat):
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and the newer `[TOOL_CALLS]name[ARGS]{...}` for every call. Ids are ignored."""
+class Mistral(StructuredFormat):
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and the newer `[TOOL_CALLS]name[ARGS]{...}` for every call. Of ids only
+    the last is used: the result bears it."""
 
     name = "mistral"
     hints = ("[TOOL_CALLS]",)
     opener = r"\[TOOL_CALLS\]"
+    _id = re.compile(r'(?:"id":\s*"|\[CALL_ID\])(\w{9})\b')
 
     def format(self, calls: Sequence[ToolCall]) -> str:
         return "[TOOL_CALLS]" + json.dumps([{"name": call.name, "arguments": call.arguments} for call in calls])
@@ -102,6 +117,27 @@ class Mistral(CallFormat):
         if not isinstance(value, list) or not value:
             return [MalformedCall('[TOOL_CALLS] must be followed by a list of {"name": ..., "arguments": {...}} or by name[ARGS]{...}')], end
         return [call_of(one, also=("id",)) for one in value], end
+
+    def recipient(self, text: str) -> str:
+        if not any(isinstance(call, ToolCall) for call in self.read(text).calls):
+            return ""
+        return (self._id.findall(text) or ["000000000"])[-1]  # templates insist on nine characters
+
+    def observed(self, role: str, text: str, name: str) -> Message:
+        message = super().observed(role, text, name)
+        return {**message, "tool_call_id": name} if message["role"] == "tool" else message
+
+    def called(self, calls: Sequence[ToolCall], name: str) -> Message:
+        message = super().called(calls, name)
+        return {**message, "tool_calls": [{**call, "id": name} for call in message["tool_calls"]]}
+
+    def messages(self, text: str, role: str, observation: str, *, strip: bool) -> list[Message]:
+        said, name = self.strip_thought(text) if strip else text, self.recipient(text) if role == "tool" else ""
+        turn: Message = {"role": "assistant", "content": said}
+        if name:
+            calls = [call for call in self.read(text).calls if isinstance(call, ToolCall)]
+            turn = {**self.called(calls, name), "content": said.partition("[TOOL_CALLS]")[0]}
+        return [turn, self.observed(role, observation, name)]
 
 
 class DeepSeek(CallFormat):
