@@ -23,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from rtpo_ray import algorithms, environments
 from rtpo_ray.algorithms.base import Algorithm
 from rtpo_ray.episodes.toolcalls import FORMATS
-from rtpo_ray.errors import ConfigError
+from rtpo_ray.data import find_files
+from rtpo_ray.errors import ConfigError, DataError
 from rtpo_ray.options import PLAIN, complaint, opt
 from rtpo_ray.plugins import source_of
 from rtpo_ray.secrets import conceal, named
@@ -249,8 +250,7 @@ def load_layers(layers: Sequence[tuple[str, DictConfig]], *, learn: bool = True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"field {getattr(error, 'full_key', None) or '?'}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
-    if learn and config.data.held_out and not config.data.train:
-        raise ConfigError(f"field data.train is empty; expected files to train on beside data.held_out ({config.data.held_out!r})")
+    _check_files(config, learn)
     _check_placement(config, learn)
     return config
 
@@ -376,9 +376,9 @@ def _explain(error: Exception, layer: DictConfig, origin: str) -> str:
 
 def _check_together(config: Config) -> None:
     """Fields that exclude each other."""
-    environment, sampling, generators = config.environment, config.sampling, config.generators
+    sampling, generators = config.sampling, config.generators
     branching = _check_algorithm(config)
-    _check_environment_args(config, branching, here=not (config.cluster.address or os.environ.get("RAY_ADDRESS")))
+    _check_environment_args(config, branching, _here(config))
     _check_chat(config)
     if not config.run.name.isprintable() or not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
         raise ConfigError(f"field run.name is {config.run.name!r}; expected a plain folder name")
@@ -470,6 +470,10 @@ def _check_environment_args(config: Config, branching: bool, here: bool) -> None
     try:
         built = environments.build(environment)
         built.check(environment.max_turns)
+    except FileNotFoundError as error:
+        if not here:
+            return
+        raise ConfigError(f"environment.args of {name!r}: {error}") from error
     except Exception as error:  # a user's constructor may raise anything; the cause is chained
         kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
         message = conceal(f"{kind}{error}", dict(environment.args))
@@ -497,13 +501,32 @@ def _check_data(data: DataConfig, run: RunConfig, name: str, fields: Sequence[st
                           "run.eval_tasks=0")
 
 
+def _check_files(config: Config, learn: bool) -> None:
+    """Whether the files are there that training, or an evaluation alone, reads."""
+    data = config.data
+    if learn and data.held_out and not data.train:
+        raise ConfigError(f"field data.train is empty; expected files to train on beside data.held_out ({data.held_out!r})")
+    wanted = {"train": data.train if learn or not data.held_out else "", "held_out": data.held_out if config.run.eval_tasks else ""}
+    for name, files in wanted.items():
+        if files and _here(config):
+            try:
+                find_files(f"data.{name}", files)
+            except DataError as error:
+                raise ConfigError(str(error)) from error
+
+
+def _here(config: Config) -> bool:
+    """Whether the run will be on this machine, with its files and secrets."""
+    return not (config.cluster.address or os.environ.get("RAY_ADDRESS"))
+
+
 def _check_placement(config: Config, learn: bool) -> None:
     """On a local cluster the sizes are known before Ray starts; on a real one `actors.cluster` checks again.
 
     Not part of `Config`'s own checks: the defaults must exist on every machine, for --help and for tests.
     """
     learner, generators = config.learner, config.generators
-    if config.cluster.address or os.environ.get("RAY_ADDRESS"):
+    if not _here(config):
         return
     cpus = config.cluster.local_cpus or os.cpu_count() or 1
     need = learn * learner.ranks * learner.cpus + generators.min * generators.cpus + DATA_CPUS

@@ -68,7 +68,7 @@ class TextArena(Environment):
         self.game, self.options, self.replay = game, dict(options or {}), replay
         self.world: Any = None
         self.chance = GlobalRandom(0)
-        optional("textarena", "textarena")
+        optional("textarena", "'rtpo-ray[textarena]'")
 
     def check(self, max_turns: int) -> None:
         try:
@@ -78,7 +78,7 @@ class TextArena(Environment):
 
     def reset(self, seed: int) -> Observation:
         """Raises ValueError when TextArena does not know the game."""
-        arena = optional("textarena", "textarena")
+        arena = optional("textarena", "'rtpo-ray[textarena]'")
         self.chance = GlobalRandom(seed)
         with self.chance.installed():
             self.world = arena.make(self.game, **self.options)
@@ -123,7 +123,7 @@ class ReasoningGym(Environment):
         self.seed, self.tried = 0, 0
         self.scorer: Any = None  # the dataset of the one question
         self.item: dict[str, Any] = {}
-        optional("reasoning_gym", "reasoning-gym")
+        optional("reasoning_gym", "'rtpo-ray[reasoning-gym]'")
 
     def check(self, max_turns: int) -> None:
         if max_turns < self.tries:
@@ -138,7 +138,7 @@ class ReasoningGym(Environment):
 
     def step(self, response_text: str) -> Step:
         """Raises GraderError when the scorer fails, or gives no number from 0 to 1: the answer then is neither right nor wrong."""
-        found = optional("reasoning_gym.utils", "reasoning-gym").extract_answer(response_text)
+        found = optional("reasoning_gym.utils", "'rtpo-ray[reasoning-gym]'").extract_answer(response_text)
         answer = response_text.strip() if found is None else found
         self.tried += 1
         try:
@@ -163,7 +163,7 @@ class ReasoningGym(Environment):
         return state_hash((self.seed, self.tried, self.item["question"], self.item["answer"]))
 
     def _generate(self) -> None:
-        gym = optional("reasoning_gym", "reasoning-gym")
+        gym = optional("reasoning_gym", "'rtpo-ray[reasoning-gym]'")
         with GlobalRandom(self.seed).installed():  # some datasets draw from it
             self.scorer = gym.create_dataset(self.dataset, **{**self.options, "seed": self.seed, "size": 1})
             self.item = self.scorer[0]
@@ -174,7 +174,7 @@ def _gem() -> Any:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
-        return optional("gem", "gem")
+        return optional("gem", "--no-deps gem-llm")
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)

@@ -71,7 +71,7 @@ class BFCL(ToolEnvironment):
         super().__init__()
         if max_calls < 1:
             raise ValueError(f"max_calls is {max_calls}; expected at least 1")
-        optional("bfcl_eval", "bfcl")
+        optional("bfcl_eval", "--no-deps bfcl-eval")
         self.max_calls, self.long_context, self.replay = max_calls, long_context, replay
         self.model = self.solution = Simulators({}, (), False)
         self.turn = 0  # of the user

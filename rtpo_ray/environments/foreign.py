@@ -20,12 +20,12 @@ _PATIENCE = 60.0  # seconds that one episode waits for another to let the global
 _GLOBAL = threading.Lock()  # of the global generators: environments run in threads, and there is one state of each for all of them
 
 
-def optional(module: str, extra: str) -> Any:
-    """The module of an optional package. Raises ValueError with the extra to install when it, or what it needs, is not there."""
+def optional(module: str, install: str) -> Any:
+    """The module of an optional package. Raises ValueError with what to `install` when it, or what it needs, is not there."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"{module} cannot be imported ({error}); install it with: pip install 'rtpo-ray[{extra}]'") from error
+        raise ValueError(f"{module} cannot be imported ({error}); install it with: pip install {install}") from error
 
 
 def state_hash(state: Any, without: tuple[str, ...] = ()) -> str:

@@ -24,7 +24,8 @@ TOOLSETS: dict[str, str] = {  # name -> module and class, imported when it is as
 def build(spec: str | Mapping[str, Any]) -> Toolset:
     """A fresh toolset: `spec` is its name, or one key, the name, with its options, such as {"search": {"corpus": "docs.jsonl", "top": 3}}.
 
-    Raises ValueError, naming what is valid, when name or options are unknown or impossible.
+    Raises ValueError, naming what is valid, when name or options are unknown or impossible, and FileNotFoundError for a file that is not there,
+    which may be on another machine.
     """
     name, options = _parts(spec)
     found: Any = find(name)
@@ -41,8 +42,8 @@ def build(spec: str | Mapping[str, Any]) -> Toolset:
         raise ValueError(f"toolset {name}: it needs {', '.join(missing)}, as in {{{name}: {{{missing[0]}: ...}}}}")
     try:
         toolset: Toolset = found(**options)
-    except ValueError as error:
-        raise ValueError(f"toolset {name}: {error}") from error
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(f"toolset {name}: {error}") from error
     return toolset
 
 

@@ -33,7 +33,7 @@ def open_index(corpus: str, cache: str, options: Options) -> Index:
     """The index of the file `corpus`, built when the folder `cache` lacks it; one a process. Raises ValueError as `Search` does."""
     path = Path(corpus).expanduser()
     if not path.is_file():
-        raise ValueError(f"corpus is {corpus!r}: no such file in {Path.cwd()}; expected a .jsonl or .parquet file of passages")
+        raise FileNotFoundError(f"corpus is {corpus!r}: no such file in {Path.cwd()}; expected a .jsonl or .parquet file of passages")
     if path.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"corpus is {corpus!r}; expected a .jsonl or .parquet file")
     status = path.stat()

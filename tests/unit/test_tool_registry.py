@@ -44,7 +44,7 @@ def test_options_reach_the_toolset(tmp_path):
     ("none.py:Tools", "no file none.py"),
 ])
 def test_what_is_wrong_with_a_spec_is_said_with_what_is_valid(spec, error):
-    with pytest.raises(ValueError, match=error):
+    with pytest.raises((ValueError, FileNotFoundError), match=error):
         build(spec)
 
 
