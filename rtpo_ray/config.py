@@ -22,8 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rtpo_ray import algorithms, environments
 from rtpo_ray.algorithms.base import Algorithm
-from rtpo_ray.episodes.toolcalls import FORMATS
 from rtpo_ray.data import find_files
+from rtpo_ray.episodes.toolcalls import FORMATS
 from rtpo_ray.errors import ConfigError, DataError
 from rtpo_ray.options import PLAIN, complaint, opt
 from rtpo_ray.plugins import source_of
