@@ -64,12 +64,17 @@ def test_options_decide_what_is_found(corpus):
     assert make(corpus).search("a and in") == "nothing was found for 'a and in'"
     assert make(corpus, english=False).search("otters").startswith("[1] Otter")
     assert make(corpus, english=False, title="").search("otter") == "nothing was found for 'otter'"
+    moons = write(corpus.with_name("moons.jsonl"), [{"title": "Moon", "text": "Cold"}, {"title": "Rock", "text": "moon moon moon moon"}])
+    assert titles(make(moons, title_weight=1).search("moon")) == ["Rock", "Moon"]
+    assert titles(make(moons, title_weight=9).search("moon")) == ["Moon", "Rock"]
     assert titles(make(corpus, b=0.0, k1=0.0).search("fish")) == ["Otter", "Heron", "Trout"]  # equally good: in the corpus's order
 
 
 def test_equally_good_passages_come_in_the_order_of_the_corpus(tmp_path):
-    corpus = write(tmp_path / "equal.jsonl", [{"title": f"T{number}", "text": "the same words"} for number in range(500)])
-    assert titles(make(corpus, top=4).search("same words")) == ["T0", "T1", "T2", "T3"]
+    rows = [{"title": f"T{number}", "text": "the same words" + " and others" * (number % 3)} for number in range(300)]
+    search = make(write(tmp_path / "equal.jsonl", rows), top=250)
+    found = re.findall(r"^\[\d+\] T(\d+):", search.search("same words"), re.MULTILINE)
+    assert list(map(int, found)) == [*range(0, 300, 3), *range(1, 300, 3), *range(2, 150, 3)]
 
 
 def test_a_query_without_words_is_an_error_and_one_with_unknown_words_finds_nothing(corpus):
@@ -111,9 +116,11 @@ def test_a_build_that_was_cut_short_is_made_again(corpus):
     (name,) = indexes(corpus)
     (cache / name).rename(cache / f"{name}.part")
     (cache / f"{name}.part" / "hashes.npy").write_bytes(b"half")
+    (cache / f"{name}.part" / "left").touch()
     copy = write(corpus.with_name("copy.jsonl"), ANIMALS)
     assert make(copy).search("otter").startswith("[1] Otter")
     assert indexes(corpus) == [name]
+    assert not (cache / name / "left").exists()
 
 
 def test_the_index_is_mapped_and_in_no_state(corpus):
