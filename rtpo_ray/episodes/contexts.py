@@ -9,6 +9,7 @@ A builder that keeps summaries wants one between the two: `summary_request()` is
 from __future__ import annotations
 
 import copy
+import datetime
 import functools
 import itertools
 import re
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 SUMMARY_REQUEST = "Sum up this turn in one sentence: what you did and what you learned."
 SUMMARIES = "Turns so far:"  # heads the list of summaries in the first message
 _MARKER = "assistant-reply"  # of dummy conversations, which find out what a template does
+_TODAY = datetime.datetime(2025, 1, 1)  # for templates that write the date: a context must be the same on every day
 _QUESTION = {"role": "user", "content": "question"}
 
 
@@ -47,7 +49,7 @@ class ChatTemplate:
     Args:
         calls: key of `toolcalls.FORMATS`; auto: recognised from the template's text.
         tools_in: "template": the template shows the tools; "system": the system message describes them.
-        args: given to every rendering, such as {"enable_thinking": False}.
+        args: given to every rendering, such as {"enable_thinking": False}. The day that a template may ask for is 1 January 2025.
         stops: tokens that end a response besides those found here, such as a generation config lists.
 
     Attributes:
@@ -62,7 +64,7 @@ class ChatTemplate:
                  stops: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         self.calls = FORMATS[recognise(str(tokenizer.chat_template)) if calls == "auto" else calls]
-        self._tools_in, self._args = tools_in, dict(args or {})
+        self._tools_in, self._args = tools_in, {"strftime_now": _TODAY.strftime, **(args or {})}
         self._special = tokenizer.get_added_vocab()
         self._plain = re.compile(f"(?:(?!{'|'.join(map(re.escape, self._special))}).)*", re.DOTALL)  # text up to a special token
         self._delta = functools.lru_cache(maxsize=4096)(self._make_delta)

@@ -21,9 +21,25 @@ GLM = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assista
        "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
+# No package here brings one of Mistral's. As strict as those: a result needs a call before it, and an id of nine characters on both.
+MISTRAL = """\
+<s>
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if not loop.previtem.tool_calls or message.tool_call_id | length != 9 %}{{ raise_exception('no call before, or no id') }}{% endif -%}
+[TOOL_RESULTS]{"content": {{ message.content | tojson }}, "call_id": "{{ message.tool_call_id }}"}[/TOOL_RESULTS]
+{%- elif message.tool_calls %}[TOOL_CALLS][
+{%- for call in message.tool_calls %}{{ (call.function | tojson)[:-1] }}, "id": "{{ call.id }}"}{{ '' if loop.last else ', ' }}{% endfor %}]</s>
+{%- elif message.role == 'assistant' %}{{ message.content }}</s>
+{%- else %}
+{%- if tools and loop.first %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ message.content }}[/INST]
+{%- endif %}
+{%- endfor %}"""
+
+
 @dataclass(frozen=True)
 class Family:
-    file: str  # in trl/chat_templates
+    file: str  # in trl/chat_templates; empty: one of ours
     calls: str  # the format that is recognised
     special: tuple[str, ...]
     stops: tuple[str, ...]  # what ends a response
@@ -51,6 +67,8 @@ FAMILIES = {
                      tools_in="system"),
     "phi3": Family("phi3", "hermes", ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), ("<|end|>", "<|endoftext|>"),
                    "<|endoftext|>", tools_in="system"),
+    "mistral": Family("", "mistral", ("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]",
+                                      "[TOOL_RESULTS]", "[/TOOL_RESULTS]"), ("</s>",), "</s>", "<s>"),
     "lfm2": Family("lfm2", "pythonic", ("<|startoftext|>", *CHATML, "<|tool_list_start|>", "<|tool_list_end|>", "<|tool_call_start|>",
                                         "<|tool_call_end|>", "<|tool_response_start|>", "<|tool_response_end|>"), ("<|im_end|>",),
                    bos="<|startoftext|>"),
@@ -59,6 +77,8 @@ FAMILIES = {
 
 def template_text(file: str) -> str:
     """A chat template that trl brings. Skips the test where trl is absent."""
+    if not file:
+        return MISTRAL
     found = importlib.util.find_spec("trl")  # its files are read; it is never imported
     if found is None or not found.submodule_search_locations:
         pytest.skip("the package trl is absent; its chat templates are what this test reads")

@@ -268,3 +268,22 @@ def test_the_options_of_every_method_are_described_once():
             assert (option in sections[name]) != (option in text[shared:places[0]]), (name, spec.name)
     assert "n_siblings=8" in sections["rtpo"] and "n_siblings" not in sections["grpo"] and "clip_high=0.28" in sections["dapo"]
     assert "(reverse | natural | random)" in sections["seeupo"]
+
+
+@pytest.mark.parametrize(("overrides", "parts"), [
+    (["environment.thoughts=strip"], ["field environment.thoughts is 'strip'", "environment.context is 'append'", "environment.context=template"]),
+    (["model.path=m", "model.template_args.tools=1"], ["field model.template_args.tools is set by the run"]),
+    (["model.tool_calls=llama3"], ["field model.tool_calls is 'llama3'", "model.path is empty", "set model.path"]),
+    (["environment.tools_in=system"], ["environment.tools_in is 'system'", "model.path is empty"]),
+    (["model.path=m", "model.tool_calls=json"], ["field model.tool_calls is 'json'", "valid choices: auto, harmony, mistral", "hermes, llama3"]),
+])
+def test_what_the_chat_template_is_asked_for_must_fit(overrides, parts):
+    message = refused(*overrides)
+    assert [part for part in parts if part not in message] == [], message
+
+
+def test_the_chat_template_of_a_model_can_be_chosen():
+    loaded = load_config(None, ["model.path=m", "model.tool_calls=llama3", "model.template_args={enable_thinking: false}",
+                                "environment.tools_in=system", "environment.context=window", "environment.thoughts=strip"])
+    assert (loaded.model.tool_calls, loaded.model.template_args) == ("llama3", {"enable_thinking": False})
+    assert (loaded.environment.tools_in, loaded.environment.thoughts) == ("system", "strip")

@@ -1,6 +1,7 @@
 """The generator without Ray: tables in, tables out, and one broken rollout costs only itself."""
 
 import asyncio
+import json
 from dataclasses import asdict, replace
 
 import pyarrow as pa
@@ -9,12 +10,15 @@ from chats import chat
 from worlds import Parrot, parrot_engine, settings
 
 from actors.generator import Generator
+from actors.spawn import chat_template, episode_settings
 from pipelines.branching import requests
 from pipelines.collect import Ask
 from pipelines.rows import REQUESTS, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table
 from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Stage
+from rtpo_ray.config import Config, EnvironmentConfig, ModelConfig
 from rtpo_ray.engines.scripted import ScriptedEngine
+from rtpo_ray.environments.base import Observation
 from rtpo_ray.errors import EngineError
 from rtpo_ray.types import Task, context_hash, derive_seed
 
@@ -187,3 +191,18 @@ def test_an_engine_that_does_not_start_says_so():
     with pytest.raises(RuntimeError, match="no kernel for this CPU"):
         Generator(name="g", make_engine=broken, make_environment=Parrot, template=chat("chatml"), settings=settings(),
                   overlong="error", concurrency=1)
+
+
+@pytest.mark.parametrize(("ends", "stops"), [(None, ["<|im_end|>"]), ("<|im_start|>", ["<|im_end|>", "<|im_start|>"])])
+def test_the_chat_template_is_used_as_configured_and_stops_where_the_generation_config_says(tmp_path, ends, stops):
+    tokenizer = chat("chatml").tokenizer
+    tokenizer.save_pretrained(tmp_path)
+    if ends is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.convert_tokens_to_ids(ends)]}))
+    config = Config(model=ModelConfig(path=str(tmp_path), tool_calls="llama3", template_args={"bos": 1}),
+                    environment=EnvironmentConfig(tools_in="system", thoughts="strip", context="window"))
+    made = chat_template(config, str(tmp_path))
+    found = tokenizer.convert_ids_to_tokens(list(made.stop_ids))
+    assert [one for one in found if one != "<|eot_id|>"] == stops  # that one is llama3's own
+    assert (made.calls.name, made.opening("", [{"function": {"name": "f"}}], Observation("q"))[1]) == ("llama3", [])
+    assert (episode_settings(config).thoughts, episode_settings(config).context) == ("strip", "window")

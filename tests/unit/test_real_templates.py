@@ -1,5 +1,6 @@
 """Context identity over the chat templates of real models: what is recorded is what the engine saw, token for token."""
 
+import json
 import re
 
 import pytest
@@ -193,6 +194,7 @@ def canonical(template, context, k):
     number = {"name": "add", "arguments": {"number": k}}
     texts = {"harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.add<|channel|>commentary json<|message|>"
                         f'{{"number": {k}}}',
+             "mistral": f'[TOOL_CALLS][{{"name": "add", "arguments": {{"number": {k}}}, "id": "abcdefgh{k}"}}]',
              "glm": f"\n<think>hm</think>\n{template.calls.format([ToolCall(**number)])}"}
     thinks = "enable_thinking" in template.tokenizer.chat_template and not template.tokenizer.decode(context[-8:]).endswith("</think>\n\n")
     starts = opened or ("<think>\nhm\n</think>\n\n" if thinks else "")
@@ -201,6 +203,10 @@ def canonical(template, context, k):
 
 def by_hand(template, text, observation):
     """The turn as messages, written down without the code under test."""
+    if template.calls.name == "mistral":
+        call = json.loads(text.removeprefix("[TOOL_CALLS]"))[0]
+        made = [{"id": call["id"], "type": "function", "function": {"name": "add", "arguments": call["arguments"]}}]
+        return [{"role": "assistant", "content": "", "tool_calls": made}, {"role": "tool", "content": observation, "tool_call_id": call["id"]}]
     if template.calls.name != "harmony":
         role = "user" if any(token in template.tokenizer.get_added_vocab() for token in ("<start_of_turn>", "<|user|>")) and \
             "<|observation|>" not in template.tokenizer.get_added_vocab() else "tool"
@@ -236,7 +242,7 @@ def test_context_template_is_what_the_tokenizer_renders(name):
     template, shown = rendered(name, "template")
     for ids, messages, tools in shown:
         assert ids == template.tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True, return_dict=False,
-                                                             **FAMILIES[name].args)
+                                                             strftime_now=lambda form: "2025-01-01", **FAMILIES[name].args)
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -348,6 +354,12 @@ def test_arguments_of_the_template_reach_every_rendering():
         assert template.tokenizer.decode(builder.context()).count("<think>\n\n</think>") == empty
         builder.extend([*template.encode("hello"), template.stop_ids[0]], Observation("next", "tool"))
         assert template.tokenizer.decode(builder.context()).count("<think>\n\n</think>") == 2 * empty
+
+
+def test_a_template_that_writes_the_date_writes_the_same_on_every_day():
+    builder = Append(family_chat("gptoss"))
+    builder.start("", [], Observation("question"))
+    assert "Current date: 2025-01-01\n" in family_chat("gptoss").tokenizer.decode(builder.context())
 
 
 @pytest.mark.parametrize("mode", ["template", "window", "summary"])
