@@ -69,7 +69,8 @@ class LearnerGang:
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
             runtime_env={"env_vars": thread_variables(learner.threads)},
         ).remote(rank=rank, world_size=learner.ranks, model_path=self._model_path, dtype=config.model.dtype, config=learner, weights=config.weights,
-                 objective=self._objective, temperature=config.sampling.temperature, device="cuda" if learner.gpus else "cpu")
+                 objective=self._objective, temperature=config.sampling.temperature, device="cuda" if learner.gpus else "cpu",
+                 seed=config.run.seed)
 
     def feed(self, block: ray.ObjectRef) -> ray.ObjectRef:
         """Hand one block of samples to the next rank; the reference is to its StageCounts."""

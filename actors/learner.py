@@ -30,12 +30,14 @@ class LearnerRank:
     """Args:
     rank: this rank, 0-based; rank 0 sends weights and writes exports.
     device: "cpu" or "cuda".
+    seed: of LoRA adapters.
     """
 
     def __init__(self, *, rank: int, world_size: int, model_path: str, dtype: str, config: LearnerConfig, weights: WeightsConfig,
-                 objective: Objective, temperature: float, device: str) -> None:
+                 objective: Objective, temperature: float, device: str, seed: int) -> None:
         self._rank, self._world_size, self._model_path, self._dtype = rank, world_size, model_path, dtype
         self._config, self._weights, self._objective, self._temperature, self._device = config, weights, objective, temperature, device
+        self._seed = seed
         self._learner: Learner | None = None
         self._store: dist.TCPStore | None = None
         self._channel: WeightChannel | None = None
@@ -61,7 +63,8 @@ class LearnerRank:
         use_interface_of(ray.util.get_node_ip_address())
         init_distributed(self._rank, self._world_size, join_store(host, port, self._config.timeout), self._device, self._config.timeout)
         self._learner = Learner(
-            self._model_path, self._config, objective=self._objective, dtype=self._dtype, temperature=self._temperature, device=self._device)
+            self._model_path, self._config, objective=self._objective, dtype=self._dtype, temperature=self._temperature, device=self._device,
+            seed=self._seed)
         return self._rank
 
     def receive(self, samples: pa.Table) -> StageCounts:

@@ -37,7 +37,8 @@ FREE = ("run.name", "run.root", "run.resume", "run.experiment", "run.sweeps", "r
         "generators.min", "generators.max", "generators.release", "generators.lost_after",
         "generators.cpus", "generators.gpus", "generators.resource", "generators.threads", "generators.max_num_seqs", "generators.kv_cache_mb",
         "generators.gpu_memory_utilization", "learner.ranks", "learner.cpus", "learner.gpus", "learner.resource",
-        "learner.threads", "learner.micro_batch_tokens", "learner.max_refused", "learner.timeout", "weights.", "warm_start.cache")
+        "learner.threads", "learner.micro_batch_tokens", "learner.recompute", "learner.max_refused", "learner.timeout", "weights.",
+        "warm_start.cache")
 
 DATA_CPUS = 1  # logical CPUs that Ray Data's own tasks need beside learner and generators
 
@@ -175,6 +176,10 @@ class LearnerConfig:
     resource: str = opt("", "custom resource of the nodes that may hold ranks, 1 of it each; empty: any node")
     threads: int = opt(1, "compute threads each on CPUs", least=1)
     micro_batch_tokens: int = opt(8192, "tokens of one forward and backward pass, padding included", least=1)
+    recompute: bool = opt(False, "keep only the layers' inputs for the backward pass and compute the rest again: less memory, more time")
+    lora_rank: int = opt(0, "rank of the LoRA adapters that are trained beside frozen weights; 0: all weights are trained", least=0)
+    lora_alpha: float = opt(32.0, "adapters are scaled by lora_alpha / lora_rank", above=0)
+    lora_targets: str = opt("all-linear", "linear layers with adapters: all-linear (all but the head), or names such as q_proj,v_proj")
     lr: float = opt(1e-6, "AdamW learning rate", above=0)
     warmup_steps: int = opt(0, "optimizer steps over which the rate rises linearly", least=0)
     weight_decay: float = opt(0.01, "AdamW weight decay", least=0)

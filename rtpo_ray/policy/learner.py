@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 
 from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.errors import CheckpointError, ContextMismatch, NonFiniteUpdate, RtpoError
-from rtpo_ray.policy import modeling
+from rtpo_ray.policy import lora, modeling
 from rtpo_ray.policy.batching import MicroBatch, check_samples, check_unique, collate, dummy, plan_micro_batches
 from rtpo_ray.policy.update import Update
 from rtpo_ray.types import Sample, UpdateResult, context_hash
@@ -56,7 +56,8 @@ def init_distributed(rank: int, world_size: int, meet: str | dist.Store, device:
 
 
 class Learner:
-    """See the module. Construct it after `init_distributed`. `policy`: what to train instead of the model in `model_path`."""
+    """See the module. Construct it after `init_distributed`. `policy`: what to train instead of the model in `model_path`; `seed`: of
+    adapters. Raises ConfigError when there is no linear layer for them."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Learner:
         temperature: float,
         device: torch.device | str,
         policy: modeling.Policy | None = None,
+        seed: int = 0,
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
@@ -79,8 +81,13 @@ class Learner:
         self._config, self._dtype = config, dtype
         self.objective, self._temperature = objective, temperature
         self._refusals = 0  # consecutive
-        self.policy = modeling.shard(policy or self._load(model_path, value_head=objective.critic is not None), self.device)
-        self._reference = modeling.shard(self._load(model_path).requires_grad_(False), self.device) if objective.kl_coef else None
+        self._adapters = policy is None and config.lora_rank > 0
+        if policy is None:
+            policy = self._load(model_path, value_head=objective.critic is not None, adapters=config if self._adapters else None, seed=seed)
+        self.policy = modeling.shard(policy, self.device, config.recompute)
+        self._reference: modeling.Policy | None = None  # with adapters it is what they lie beside
+        if objective.kl_coef and not self._adapters:
+            self._reference = modeling.shard(self._load(model_path).requires_grad_(False), self.device)
         self._optimizer = self._build_optimizer()
         # Checkpoints are written in the background, so their collectives need a group of their own, of a backend that knows CPUs.
         self._writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=getattr(config, "timeout", 600.0)))
@@ -89,8 +96,8 @@ class Learner:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
 
-    def _load(self, model_path: str, value_head: bool = False) -> modeling.Policy:
-        return modeling.load_policy(model_path, self.device, DTYPES[self._dtype], value_head=value_head)
+    def _load(self, model_path: str, **options: Any) -> modeling.Policy:
+        return modeling.load_policy(model_path, self.device, DTYPES[self._dtype], **options)
 
     def update(self, samples: Sequence[Sample], n_groups: int, n_rollouts: int, seed: int) -> UpdateResult:
         """Train on one stage: this rank's `samples`, as the objective says.
@@ -129,7 +136,7 @@ class Learner:
 
     def parameters_manifest(self) -> list[TensorSpec]:
         """What `full_parameters` yields, without the values. Local, not collective."""
-        return [TensorSpec(name, tuple(parameter.shape), self._dtype) for name, parameter in self.policy.lm.named_parameters()]
+        return [TensorSpec(name, tuple(parameter.shape), self._dtype) for name, parameter, _ in lora.base_parameters(self.policy.lm)]
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every full parameter in the engine's dtype, for the weight channel. Every rank iterates to the end; read the tensors only."""
@@ -145,7 +152,8 @@ class Learner:
         self._on_rank_zero(lambda: _replace_folder(path, lambda temporary: self._write_export(temporary, state, tokenizer_path)))
 
     def save_checkpoint(self, path: str) -> None:
-        """Write model, optimizer and step count, sharded, replacing `path` when it exists. All ranks see the same file system.
+        """Write what is trained (with adapters: these alone), optimizer and step count, sharded, replacing `path` when it exists. All ranks
+        see the same file system.
 
         Raises CheckpointError when it cannot be written; `path` is then as before.
         """
@@ -215,8 +223,11 @@ class Learner:
     @torch.no_grad()
     def reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
         """float32 [M] under the model that training began with; None when the objective needs none."""
-        if self._reference is None:
+        if not self.objective.kl_coef:
             return None
+        if self._reference is None:
+            with lora.without_adapters(self.policy.lm):
+                return self.forward(batch)[0]
         logprobs: Tensor = self._reference(batch.input_ids, batch.rows, batch.columns, batch.targets, self._temperature)[0]
         return logprobs
 
@@ -267,11 +278,15 @@ class Learner:
 
     # --- state
 
+    def _trained(self) -> dict[str, Tensor]:
+        """What is trained, by name: all parameters, or adapters and value head."""
+        return {name: parameter for name, parameter in self.policy.named_parameters() if parameter.requires_grad}
+
     def _build_optimizer(self) -> torch.optim.AdamW:
-        config = self._config
-        optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
+        config, trained = self._config, list(self._trained().values())
+        optimizer = torch.optim.AdamW(trained, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
                                       weight_decay=config.weight_decay)
-        for parameter in self.policy.parameters():
+        for parameter in trained:
             # AdamW would create these at its first step; a checkpoint needs the same entries before it.
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
@@ -279,7 +294,7 @@ class Learner:
 
     def _state(self) -> dict[str, Any]:
         """Everything that a checkpoint holds, as tensors that share memory with the live ones (except the step count)."""
-        named = dict(self.policy.named_parameters())
+        named = self._trained()
         return {
             "model": {name: parameter.detach() for name, parameter in named.items()},
             "optimizer": {name: self._optimizer.state[parameter] for name, parameter in named.items()},

@@ -9,7 +9,8 @@ Axes: B sequences, L padded length, M scored tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
+
+from rtpo_ray.policy import lora
+
+if TYPE_CHECKING:
+    from rtpo_ray.config import LearnerConfig
 
 
 class Policy(nn.Module):
@@ -50,26 +57,40 @@ class Policy(nn.Module):
         return -F.cross_entropy(logits.float() / temperature, targets, reduction="none"), values
 
 
-def load_policy(path: str, device: torch.device, compute_dtype: torch.dtype, value_head: bool = False) -> Policy:
+def load_policy(
+    path: str, device: torch.device, compute_dtype: torch.dtype, value_head: bool = False, adapters: LearnerConfig | None = None, seed: int = 0
+) -> Policy:
     """The causal LM in the folder `path`, float32 on `device`, in evaluation mode; `value_head` adds one that begins at 0.
 
+    `adapters`: freeze it and train LoRA adapters, drawn by `seed`, instead. Raises ConfigError when lora_targets names no linear layer.
     Evaluation mode because dropout would make the learner score another distribution than the engine sampled from.
     """
     lm: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    if adapters is not None:
+        lora.add_adapters(lm, rank=adapters.lora_rank, alpha=adapters.lora_alpha, targets=adapters.lora_targets, seed=seed)
     return Policy(lm.to(device).eval(), compute_dtype, value_head)
 
 
-def shard(policy: Policy, device: torch.device) -> Policy:
-    """Apply FSDP2 over the default process group, in place: one unit a transformer layer, one for the rest."""
+def layers_of(lm: Any) -> list[Any]:
+    """The transformer layers, as the model names them."""
+    names = set(lm._no_split_modules or ())
+    return [module for module in lm.modules() if type(module).__name__ in names]
+
+
+def shard(policy: Policy, device: torch.device, recompute: bool = False) -> Policy:
+    """Apply FSDP2 over the default process group, in place: one unit a transformer layer, one for the rest.
+
+    `recompute`: keep only the input of every layer for the backward pass, and compute the rest again there.
+    """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     if policy.compute_dtype == torch.float32:
         precision = MixedPrecisionPolicy()
     else:
         precision = MixedPrecisionPolicy(param_dtype=policy.compute_dtype, reduce_dtype=torch.float32)
-    layers = set(policy.lm._no_split_modules or ())
-    for module in list(policy.lm.modules()):
-        if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=precision)
+    for layer in layers_of(policy.lm):
+        if recompute:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
     # FSDP2 would keep the root's full weights after a pass without gradients; freed, they cannot be stale in the next pass.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     return policy
@@ -77,13 +98,21 @@ def shard(policy: Policy, device: torch.device) -> Policy:
 
 @torch.no_grad()
 def full_parameters(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter as (Hugging Face name, full tensor on the policy's device), one at a time, tied weights once.
+    """Every parameter as (Hugging Face name, full tensor on the policy's device), one at a time, tied weights once, adapters merged.
 
     Collective: every rank iterates to the end, in the same order. A tensor may share memory with the policy: read it only.
     """
-    for name, parameter in policy.lm.named_parameters():
-        value = parameter.detach()
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+    for name, parameter, layer in lora.base_parameters(policy.lm):
+        value = _full(parameter)
+        if layer is not None:
+            a, b, scale = lora.adapter(layer)
+            value = lora.merge(value, _full(a), _full(b), scale)
+        yield name, value
+
+
+def _full(parameter: Tensor) -> Tensor:
+    value = parameter.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _new_value_head(lm: Any) -> nn.Linear:

@@ -238,11 +238,12 @@ class Update:
             self._regress(samples)
         unusable: list[str] = []
         for batch in self._learner.micro_batches(samples):
+            reference = self._learner.reference_logprobs(batch)  # first: nothing of a pass under way is kept meanwhile
             logprobs, values = self._learner.forward(batch)
             old = self._old_logprobs(batch, logprobs)
             advantages = self._of(batch, self._advantages, batch.advantages)
             loss, metrics = policy_loss(logprobs, old, advantages, batch.weights, batch.sample_index, self._objective, batch.engine_logprobs,
-                                        self._learner.reference_logprobs(batch))
+                                        reference)
             if self._objective.critic is not None:
                 loss = loss + self._value_loss(batch, values)
             # FSDP2 averages gradients over ranks; the objective is a sum over them.

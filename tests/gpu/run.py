@@ -1,8 +1,10 @@
-"""Checks that need a GPU, as one script of under 3 minutes on an H200: python tests/gpu/run.py. Needs torch and transformers only.
+"""Checks that need a GPU, as one script of under 3 minutes on an H200: python tests/gpu/run.py. Needs torch,
+transformers and peft only.
 
 1. A bf16 update on the GPU has the loss and gradient of the fp32 one on the CPU, and the fp32 one on the GPU as well.
 2. The weight channel sends a model over NCCL, and its hash is that of the same bytes on the CPU.
-3. Tokens per second and MFU of an update at the shape of Qwen3-0.6B.
+3. LoRA's merged weights have the log-probabilities of the adapters after a step, and the base weights have not moved.
+4. Tokens per second and MFU of an update at the shape of Qwen3-0.6B.
 
 Every function takes the device, so that `--device cpu --tiny` runs the same code where there is no GPU.
 """
@@ -28,7 +30,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.network import open_store  # noqa: E402
-from rtpo_ray.policy import modeling  # noqa: E402
+from rtpo_ray.policy import lora, modeling  # noqa: E402
 from rtpo_ray.policy.learner import Learner, init_distributed  # noqa: E402
 from rtpo_ray.types import Sample, UpdateResult, context_hash  # noqa: E402
 from rtpo_ray.weights.channel import WeightChannel, WeightsHash  # noqa: E402
@@ -48,7 +50,7 @@ def learner_config(**changes: Any) -> Any:
     """The fields of rtpo_ray.config.LearnerConfig that the learner reads, without the library that reads YAML."""
     defaults: dict[str, Any] = dict(
         micro_batch_tokens=8192, lr=1e-6, warmup_steps=0, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8, max_grad_norm=1.0,
-        max_refused=3)
+        max_refused=3, recompute=False, lora_rank=0, lora_alpha=32.0, lora_targets="all-linear")
     return SimpleNamespace(**{**defaults, **changes})
 
 
@@ -140,6 +142,36 @@ def check_channel(folder: Path, device: str, shape: dict[str, Any] = SMALL) -> N
         channel.close()
 
 
+def check_lora(folder: Path, device: str, shape: dict[str, Any] = SMALL) -> None:
+    """The exported, merged model against the learner with adapters on `device`, after two steps. In bfloat16 a merged weight is rounded
+    once, and an adapter's output by itself, so that the two differ as bfloat16 and float32 do."""
+    path = make_model(folder, shape, "cpu")
+    samples = make_samples(16, 48, 32, shape["vocab_size"], ragged=True)
+    sequences = [(sample.context_ids, sample.response_ids) for sample in samples]
+    for dtype, largest_gap in (("float32", 1e-3), ("bfloat16", 0.2)):
+        merged = str(folder / f"merged-{dtype}")
+        with one_rank(device):
+            learner = make_learner(path, learner_config(lora_rank=8, lr=1e-2, micro_batch_tokens=1024), dtype, device)
+            base = {name: value.cpu() for name, value in learner.full_parameters()}
+            before = learner.score(sequences)
+            for seed in range(2):
+                assert learner.update(samples, n_groups=4, n_rollouts=16, seed=seed).optimizer_steps == 1
+            after = learner.score(sequences)
+            with lora.without_adapters(learner.policy.lm):
+                unmoved = learner.score(sequences) == before
+            changed = [name for name, value in learner.full_parameters() if not torch.equal(value.cpu(), base[name])]
+            learner.policy.lm.save_pretrained(merged, state_dict={name: value.cpu() for name, value in modeling.full_parameters(learner.policy)})
+        with one_rank(device):
+            found = make_learner(merged, learner_config(micro_batch_tokens=1024), dtype, device).score(sequences)
+        gap, moved = (max(abs(x - y) for one, two in zip(found, other, strict=True) for x, y in zip(one, two, strict=True))
+                      for other in (after, before))
+        print(f"LoRA {dtype} on {device}: {len(changed)} merged weights of {len(base)} changed, log-probabilities by up to {moved:.2f}; merged "
+              f"against adapters {gap:.1e}")
+        assert unmoved, f"{dtype}: the base model's log-probabilities changed"
+        assert len(changed) == 7 * shape["num_hidden_layers"], f"{dtype}: {len(changed)} weights changed, expected the linear layers'"
+        assert gap < largest_gap < moved, f"{dtype}: gap {gap}, expected less than {largest_gap}, and the step to move more ({moved})"
+
+
 def measure_training(
     folder: Path, device: str, shape: dict[str, Any] = QWEN3_06B, samples: int = 32, response: int = 768, steps: int = 5
 ) -> float:
@@ -183,6 +215,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         check_gradients(Path(folder), options.device)
         check_channel(Path(folder), options.device)
+        check_lora(Path(folder), options.device)
         measure_training(Path(folder), options.device, **size)
     print("all GPU checks passed")
     return 0

@@ -25,5 +25,9 @@ def test_weight_channel_over_nccl(script, tmp_path):
     script.check_channel(tmp_path, "cuda")
 
 
+def test_lora_merges(script, tmp_path):
+    script.check_lora(tmp_path, "cuda")
+
+
 def test_training_speed(script, tmp_path):
     assert script.measure_training(tmp_path, "cuda") > 1000

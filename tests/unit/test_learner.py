@@ -49,9 +49,9 @@ def expected_logprobs(sample, lm=None):
     return torch.stack([logprobs[start + t - 1, token] for t, token in enumerate(sample.response_ids)])
 
 
-def expected_gradient(samples):
+def expected_gradient(samples, model=None):
     """Gradient of -1/groups sum_j weight_j/T_j sum_t A_j log pi, written down directly."""
-    lm = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32).eval()
+    lm = AutoModelForCausalLM.from_pretrained(model or tiny_model(), dtype=torch.float32).eval()
     loss = [-s.weight * s.advantage / N_GROUPS * expected_logprobs(s, lm).sum() / len(s.response_ids) for s in samples]
     torch.stack(loss).sum().backward()
     return {name: parameter.grad.numpy() for name, parameter in lm.named_parameters()}
@@ -203,6 +203,14 @@ def test_minibatch_gradient_is_an_unbiased_mean():
     assert result.optimizer_steps == 2
     left, right = flat(delta), flat(expected_gradient(samples))
     assert np.linalg.norm(left / 1e-4 - 2 * right) < 0.02 * np.linalg.norm(right)
+
+
+def test_recomputed_layers_have_the_same_gradient_to_the_bit():
+    samples = make_samples()
+    kept, again = (run_ranks(2, one_update, tiny_model(), [samples[:4], samples[4:]], 40, None, {"recompute": recompute})[0]
+                   for recompute in (False, True))
+    assert kept[0] == again[0]
+    same(kept[1], again[1], atol=0)
 
 
 def test_nothing_to_train_on():
