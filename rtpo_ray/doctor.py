@@ -70,7 +70,7 @@ class Doctor:
         except DataError as error:
             yield Finding("FAIL", f"data: {error}")
             return
-        yield from self._look_at_tools(tasks[0])
+        yield from self._guarded("tools", lambda: self._look_at_tools(tasks[0]))
         yield from self._guarded("contexts", lambda: self._look_at_contexts(tasks))
         played: list[Played] = []
         yield from self._guarded("episodes", lambda: self._play_all(tasks, played))
@@ -111,26 +111,26 @@ class Doctor:
     def _look_at_tools(self, task: Task) -> Iterator[Finding]:
         environment = self._environment()
         environment.row = task.payload
-        environment.reset(task.seed)
+        first = environment.reset(task.seed)
         schemas = environment.tools()
+        environment.close()
         if not schemas:
             yield Finding("ok", "tools: none")
             return
         names = [schema["function"]["name"] for schema in schemas]
-        for name in {name for name in names if names.count(name) > 1}:
+        for name in sorted({name for name in names if names.count(name) > 1}):
             yield Finding("FAIL", f"tools: {names.count(name)} are called {name!r}; a call could mean any of them")
         for schema in schemas:
             yield from _complaints(schema["function"])
-        yield Finding("ok", f"tools: {', '.join(names)}")
-        question = [{"role": "user", "content": "question"}]
-        if self._template.render(question, schemas, prompt=True) == self._template.render(question, [], prompt=True):
-            told = any(name in environment.system for name in names)
-            yield Finding("ok" if told else "warn", "template: it shows no tools" + (
-                ", the system message does" if told else
-                ", so the model does not read of them; set environment.tools_in=system, or train one that knows them"))
+        form = f", called as {environment.calls}" if isinstance(environment, ToolEnvironment) else ""
+        yield Finding("ok", f"tools: {', '.join(names)}{form}")
+        messages, shown = self._template.opening(environment.system, schemas, first)
+        text = self._template.render(messages, shown, prompt=True)
+        if unseen := [name for name in names if name not in text]:
+            yield Finding("warn", f"template: the first context does not show {', '.join(unseen)}; set environment.tools_in=system, or train a model "
+                                  "that knows")
         else:
-            yield Finding("ok", "template: it shows the tools")
-        environment.close()
+            yield Finding("ok", "template: the first context shows the tools")
 
     def _look_at_contexts(self, tasks: Sequence[Task]) -> Iterator[Finding]:
         lengths = []
@@ -288,7 +288,7 @@ class Script:
 def _arguments(function: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Values that fit a tool's schema."""
     values: dict[str, Callable[[], Any]] = {
-        "string": lambda: rng.choice(["1 + 1", "print(2)", "who"]), "integer": lambda: rng.randint(0, 9), "number": rng.random,
+        "string": lambda: rng.choice(["1 + 1", "who"]), "integer": lambda: rng.randint(0, 9), "number": rng.random,
         "boolean": lambda: rng.random() < 0.5, "array": list, "object": dict}
     found: dict[str, Any] = {}
     for name, spec in function.get("parameters", {}).get("properties", {}).items():

@@ -3,6 +3,7 @@
 import collections
 import logging
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -190,13 +191,14 @@ def test_a_scorer_that_fails_is_no_wrong_answer(monkeypatch, score):
         world.step("5")
 
 
-@pytest.mark.parametrize(("name", "module"), [
-    ("bfcl", "bfcl_eval"), ("gem", "gem"), ("textarena", "textarena"), ("reasoning-gym", "reasoning_gym")])
-def test_a_missing_package_is_named_with_the_extra_to_install(monkeypatch, name, module):
+@pytest.mark.parametrize(("name", "module", "install"), [
+    ("bfcl", "bfcl_eval", "--no-deps bfcl-eval"), ("gem", "gem", "--no-deps gem-llm"), ("textarena", "textarena", "'rtpo-ray[textarena]'"),
+    ("reasoning-gym", "reasoning_gym", "'rtpo-ray[reasoning-gym]'")])
+def test_a_missing_package_is_named_with_what_to_install(monkeypatch, name, module, install):
     adapters._pickles.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
     assert name in REGISTRY
-    with pytest.raises(ValueError, match=rf"{module} cannot be imported .*; install it with: pip install 'rtpo-ray\[{name}\]'"):
+    with pytest.raises(ValueError, match=rf"{module} cannot be imported .*; install it with: pip install {re.escape(install)}$"):
         build(EnvironmentConfig(name=name))
 
 

@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = {"rtpo_ray": {"ray", "actors", "pipelines"}, "pipelines": {"actors"}}
 LIGHT = ["config", "types", "errors", "options", "cli", "compare", "algorithms", "environments", "environments.lookup", "episodes.contexts",
-         "episodes.episode", "episodes.toolcalls", "engines.base", "engines.scripted", "reports.tracker", "reports.comparison"]
+         "episodes.episode", "episodes.toolcalls", "data", "tools", "tools.calculator", "tools.search", "tools.mcp", "tools.python", "rewards",
+         "doctor", "engines.base", "engines.scripted", "reports.tracker", "reports.comparison"]
 
 
 def files(package):

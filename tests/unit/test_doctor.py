@@ -1,0 +1,125 @@
+"""`rtpo doctor` names what is wrong with an environment, and finds nothing where nothing is."""
+
+import json
+
+import pytest
+from chats import chat
+
+from rtpo_ray.config import load_config
+from rtpo_ray.doctor import Doctor, show
+
+WORLD = '''
+import itertools, os, random
+from rtpo_ray.environments.base import Observation, Step, ToolEnvironment, tool
+
+class World(ToolEnvironment):
+    {declared}
+    def __init__(self, kind: str = "good"):
+        super().__init__()
+        self.kind, self.said = kind, []
+        self.open = (i for i in ()) if kind == "uncopied" else None
+
+    def reset(self, seed: int) -> Observation:
+        self.rng = random.Random(None if self.kind == "unseeded" else seed)
+        self.said, self.secret = [], self.rng.randint(0, 999)
+        if self.kind == "raises":
+            raise RuntimeError("no world today")
+        return Observation(("long " * 400 if self.kind == "long" else "") + f"Add up to {{self.secret}}.")
+
+    @tool
+    def add(self, number: int, note: str = "") -> str:
+        """{doc}
+
+        Args:
+            number: to add
+            {note}
+        """
+        self.said.append(number)
+        drawn = self.rng.random() if self.kind != "entropy" else random.SystemRandom().random()
+        return f"{{sum(self.said)}} {{drawn:.3f}}"
+
+    def answer(self, text: str) -> Step:
+        return Step(reward=3.0 if self.kind == "rich" else float(text == "42"), terminated=True)
+'''
+
+
+def examine(tmp_path, monkeypatch, *overrides, declared="instant = False", doc="Add a number.", note="note: why", args="{}", family="qwen3"):
+    """{what was looked at: (kind, text)} and the doctor."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "world.py").write_text(WORLD.format(declared=declared, doc=doc, note=note))
+    config = load_config(None, ["environment.path=world.py:World", f"environment.args={args}", "environment.max_turns=4", "cluster.local_cpus=64",
+                                "generators.max_model_len=2048", *overrides])
+    doctor = Doctor(config, chat(family))
+    found = {}
+    for finding in doctor.examine():
+        found.setdefault(finding.text.partition(":")[0], []).append((finding.kind, finding.text))
+    return found, doctor
+
+
+def test_a_sound_environment_passes_every_look(tmp_path, monkeypatch):
+    found, doctor = examine(tmp_path, monkeypatch, family="chatml")
+    assert {kind for lines in found.values() for kind, _ in lines} == {"ok"}, found
+    assert list(found) == ["tools", "template", "contexts", "episodes", "determinism", "branching", "rewards", "masks", "seconds"]
+    assert "branching: 32 boundaries restored by its snapshot" in found["branching"][0][1]
+    lines = list(show(doctor.sample, chat("chatml"), colour=False))
+    first = doctor.sample.turns[0]
+    assert lines[0] == f"turn 0: {len(first.context_ids)} tokens of context, {len(first.response_ids)} sampled and trained"
+    assert lines[1].count("[") == len(first.response_ids) and lines[1].endswith("[<|im_end|>]")
+    coloured = list(show(doctor.sample, chat("chatml"), colour=True))
+    assert coloured[1].count("\033[32") == len(first.response_ids) and coloured[1].startswith("\033[2m<|im_start|>")
+
+
+@pytest.mark.parametrize(("kind", "look", "expected"), [
+    ("unseeded", "determinism", ("FAIL", "played twice from the same seed with the same responses: turn 0: state_hash is")),
+    ("entropy", "determinism", ("FAIL", "turn 0: observation is")),
+    ("uncopied", "episodes", ("FAIL", "cannot pickle 'generator' object")),
+    ("long", "contexts", ("FAIL", "leaves no room for a response")),
+    ("raises", "tools", ("FAIL", "tools: RuntimeError: no world today")),
+    ("rich", "rewards", ("warn", "returns from 0 to 3")),
+])
+def test_what_is_wrong_is_named(tmp_path, monkeypatch, kind, look, expected):
+    extra = ["generators.max_model_len=512"] if kind == "long" else []
+    found, _ = examine(tmp_path, monkeypatch, *extra, args=f"{{kind: {kind}}}")
+    assert any(level == expected[0] and expected[1] in text for level, text in found[look]), found
+
+
+def test_a_state_that_snapshots_do_not_hold_is_found(tmp_path, monkeypatch):
+    found, _ = examine(tmp_path, monkeypatch, declared="unsaved = ('said',)")
+    assert found["determinism"][0][0] == "ok"
+    assert any(kind == "FAIL" and "restored at turn" in text and "observation is" in text for kind, text in found["branching"]), found
+    found, _ = examine(tmp_path, monkeypatch, "algorithm.name=grpo", declared="unsaved = ('said',)")
+    assert any(kind == "warn" for kind, _ in found["branching"])  # which does not branch
+
+
+def test_tools_without_words_and_templates_without_tools_are_found(tmp_path, monkeypatch):
+    found, _ = examine(tmp_path, monkeypatch, note="")
+    assert any("no description" in text or "FAIL" == kind for kind, text in found["tools"]), found
+    found, _ = examine(tmp_path, monkeypatch, family="llama")
+    assert found["template"] == [("warn", "template: the first context does not show add; set environment.tools_in=system, or train a model that knows")]
+
+
+def test_a_slow_environment_that_says_it_is_instant_is_found(tmp_path, monkeypatch):
+    found, _ = examine(tmp_path, monkeypatch, declared="instant = True\n    def state_hash(self):\n        import time; time.sleep(0.002); return super().state_hash()")
+    assert found["seconds"][0][0] == "warn" and "declared instant" in found["seconds"][0][1]
+
+
+def rows(tmp_path, *answers):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"problem": f"what is {answer}?", "answer": answer}) + "\n" for answer in answers))
+
+
+def question(tmp_path, monkeypatch, *overrides):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(None, ["environment.name=question", "environment.args={grader: exact}", "data.train=rows.jsonl", "data.held_out_share=0.5",
+                                "cluster.local_cpus=64", "environment.max_turns=2", *overrides])
+    return list(Doctor(config, chat("chatml")).examine())
+
+
+def test_rows_and_gold_answers_are_looked_at(tmp_path, monkeypatch):
+    rows(tmp_path, "42", "Paris", "x")
+    found = {finding.text: finding.kind for finding in question(tmp_path, monkeypatch, "data.fields.question=problem")}
+    assert found["rewards: 3 of 3 gold answers are judged right"] == "ok" and "FAIL" not in found.values()
+    (finding,) = question(tmp_path, monkeypatch)
+    assert finding.kind == "FAIL" and "has no column 'question', which the environment reads as its field question; it has problem, answer" in finding.text
+    (tmp_path / "rows.jsonl").write_text("")
+    (finding,) = question(tmp_path, monkeypatch)
+    assert finding.text == "data: field data.train is 'rows.jsonl': its files hold no row"

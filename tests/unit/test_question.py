@@ -1,0 +1,113 @@
+"""A question out of a file: its prompt from the row, its tools and its grader by name, its answer judged."""
+
+import pytest
+
+from rtpo_ray import environments
+from rtpo_ray.config import load_config
+from rtpo_ray.environments.base import Observation, Step
+from rtpo_ray.environments.question import Question
+from rtpo_ray.episodes.toolcalls import format_hermes
+from rtpo_ray.errors import ConfigError, GraderError
+from rtpo_ray.rewards.base import Grader
+
+ROW = {"question": "What is 6 * 7?", "answer": "42"}
+
+
+def asked(**options):
+    made = Question(**{"grader": "math", "tools": ["calculator"], **options})
+    made.row = ROW
+    return made, made.reset(0)
+
+
+def test_a_call_is_run_and_an_answer_is_judged():
+    world, first = asked(prompt="{question} Put it in \\boxed{{}}.", system="be brief")
+    assert (first, world.system, world.fields) == (Observation("What is 6 * 7? Put it in \\boxed{}."), "be brief", ("question", "answer"))
+    assert [schema["function"]["name"] for schema in world.tools()] == ["calculate"]
+    step = world.step(format_hermes("calculate", {"expression": "6 * 7"}))
+    assert (step.observation, step.info) == (Observation("42", role="tool"), {"tool_calls": 1, "malformed_calls": 0, "failed_calls": 0})
+    assert world.step("<think>7 * 6</think> It is \\boxed{42}.") == Step(reward=1.0, terminated=True)
+    assert world.step("It is \\boxed{41}.") == Step(reward=0.0, terminated=True)
+    world.close()
+
+
+def test_a_sibling_has_the_tools_state_and_the_row_of_its_own_task():
+    world, _ = asked()
+    world.step(format_hermes("calculate", {"expression": "x = 6 * 7"}))
+    snapshot, state = world.snapshot(), world.state_hash()
+    other = Question(grader="math", tools=["calculator"])
+    other.row = {**ROW, "answer": "43"}
+    other.restore(snapshot)
+    assert other.state_hash() == state
+    assert other.step(format_hermes("calculate", {"expression": "x + 1"})).observation.text == "43"
+    assert other.step("43").reward == 1.0 and world.step("43").reward == 0.0
+    assert b"What is" not in snapshot
+
+
+class Broken(Grader):
+    fields = ("gold",)
+
+    def grade(self, response, row):
+        raise GraderError("cannot tell")
+
+
+def test_what_a_grader_cannot_tell_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("from rtpo_ray.rewards.base import Grader\nfrom rtpo_ray.errors import GraderError\n"
+                                        "class Broken(Grader):\n    fields = ('gold',)\n    def grade(self, response, row):\n"
+                                        "        raise GraderError('cannot tell')\n")
+    monkeypatch.chdir(tmp_path)
+    world, _ = asked(grader="broken.py:Broken")
+    assert world.fields == ("question", "gold")
+    with pytest.raises(GraderError, match="cannot tell"):
+        world.step("42")
+
+
+@pytest.mark.parametrize(("options", "instant"), [
+    ({"grader": "exact", "tools": []}, True), ({"grader": "math", "tools": []}, False), ({"grader": "exact", "tools": ["calculator"]}, False)])
+def test_it_is_instant_when_its_grader_and_tools_are(options, instant):
+    assert asked(**options)[0].instant == instant
+
+
+DATA = ["environment.name=question", "cluster.address=elsewhere", "data.train=a.jsonl", "data.held_out_share=0.1"]
+
+
+@pytest.mark.parametrize(("overrides", "wrong"), [
+    (["environment.args={grader: maths}"], "grader is 'maths'; valid names: math, exact"),
+    (["environment.args={tools: [abacus]}"], "unknown toolset 'abacus'; valid toolsets: python, calculator"),
+    (["environment.args={prompt: why}"], "prompt is 'why'; expected fields of the row in braces"),
+    (["environment.args={prompt: '{}'}"], "prompt is '{}'; expected fields of the row in braces"),
+    (["data.fields={problem: question}"], "unknown field data.fields.problem: environment 'question' reads question, answer"),
+    (["data.train=''"], "field data.train is empty, but environment 'question' reads question, answer of every task from files"),
+    (["data.held_out_share=0"], "field data.held_out is empty and data.held_out_share is 0, so there is nothing to evaluate on"),
+    (["environment.name=lookup"], "field data.train is 'a.jsonl', but environment 'lookup' makes its tasks from seeds"),
+    (["data.train=''", "data.held_out=a.jsonl"], "field data.train is empty; expected files to train on"),
+    (["environment.args={tools: [{mcp: {command: server}}]}"], "algorithm.name=rtpo: .*cannot be copied"),
+])
+def test_what_does_not_go_together_is_said_before_a_run(overrides, wrong):
+    with pytest.raises(ConfigError, match=wrong):
+        load_config(None, [*DATA, *overrides])
+
+
+def test_a_server_without_copies_serves_methods_that_do_not_branch():
+    tools = ["environment.args={tools: [{mcp: {command: server}}]}", "algorithm.name=grpo"]
+    assert load_config(None, [*DATA, *tools]).algorithm.name == "grpo"
+
+
+def test_files_are_looked_for_where_the_run_will_be(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    here = ["cluster.address=''", "cluster.local_cpus=64"]
+    with pytest.raises(ConfigError, match=r"field data\.train is 'a\.jsonl': there is no such file in"):
+        load_config(None, [*DATA, *here])
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_config(None, [*DATA, *here]).data.train == "a.jsonl"
+    assert load_config(None, [*DATA, *here, "data.train=''", "data.held_out=a.jsonl"], learn=False).data.held_out == "a.jsonl"
+    corpus = "environment.args={grader: f1, tools: [{search: {corpus: gone.jsonl}}]}"
+    with pytest.raises(ConfigError, match=r"corpus is 'gone\.jsonl': no such file"):
+        load_config(None, [*DATA, *here, corpus])
+    assert load_config(None, [*DATA, corpus]).cluster.address == "elsewhere"
+
+
+def test_it_is_made_by_its_name():
+    config = load_config(None, [*DATA, "environment.args={tools: [calculator], grader: {math: {seconds: 3}}}"])
+    world = environments.build(config.environment)
+    assert isinstance(world, Question) and world._grader.seconds == 3
