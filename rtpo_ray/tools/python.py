@@ -13,8 +13,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of objects; another pro
 
 class Python(Toolset):
     """One notebook an episode. Its state is the cells so far with their outputs; a copy runs them again before its first call, and so does the
-    call after one that killed the session. Each cell must then give the same output: `random`, numpy
-    and sympy start from a fixed seed, and hashes are the same in every process.
+    call after one that killed the session. Each cell must then give the same output: `random`,
+    numpy and sympy start from a fixed seed, and hashes are the same in every process. What a cell raises is part of its output.
 
     Code can import the standard library, and numpy and sympy where they are installed. It reads no other file, writes none, and
     reaches no network and no other process.
@@ -28,10 +28,10 @@ class Python(Toolset):
     """
 
     def __init__(self, seconds: float = 10.0, memory: int = 512, output: int = 8000, isolation: str = "require") -> None:
-        if not seconds > 0:
-            raise ValueError(f"seconds is {seconds}; expected more than 0")
-        if memory < 1:
-            raise ValueError(f"memory is {memory}; expected at least 1 (MiB)")
+        if not 0 < seconds < 86400:
+            raise ValueError(f"seconds is {seconds}; expected more than 0 and less than a day")
+        if memory < 32:
+            raise ValueError(f"memory is {memory}; expected at least 32 (MiB)")
         if output < 2:
             raise ValueError(f"output is {output}; expected at least 2 (characters)")
         if isolation not in ("require", "best-effort"):

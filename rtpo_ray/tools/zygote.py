@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from rtpo_ray.tools import confine
 from rtpo_ray.tools.cells import Notebook
 
-PACKAGES = ("numpy", "sympy")  # loaded where they are installed; sessions can import them and the standard library, nothing else
+PACKAGES = ("numpy", "numpy.random", "numpy.fft", "numpy.polynomial", "sympy")  # where installed; nothing else but the standard library
 _SKIPPED = {"readline", "_tkinter", "_curses", "_curses_panel", "nis", "ossaudiodev"}  # want a terminal, a display or a network
 _CHANNEL, _STATUS = 3, 4  # a session's descriptors; 0 to 2 are /dev/null
 _NONCE = 16  # bytes

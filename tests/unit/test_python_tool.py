@@ -182,8 +182,8 @@ def test_outputs_are_cut_in_the_middle(make):
     assert tool.python("for c in 'abcdefghijklm' * 1000: print(c, end='')") == "abcde\n... 12990 characters cut ...\nijklm"
 
 
-@pytest.mark.parametrize(("option", "text"), [({"seconds": 0}, "seconds is 0; expected more than 0"),
-                                              ({"memory": 0}, "memory is 0; expected at least 1"),
+@pytest.mark.parametrize(("option", "text"), [({"seconds": 0}, "seconds is 0; expected more than 0 and less than a day"),
+                                              ({"memory": 31}, "memory is 31; expected at least 32 (MiB)"),
                                               ({"output": 1}, "output is 1; expected at least 2"),
                                               ({"isolation": "none"}, "isolation is 'none'; expected 'require' or 'best-effort'")])
 def test_wrong_options_are_refused(option, text):

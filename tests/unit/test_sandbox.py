@@ -198,26 +198,72 @@ os.kill(os.getpid(), 9)
 def test_a_fork_of_the_process_neither_ends_its_sessions_nor_keeps_them(confined):
     found = script("""
 import gc, psutil, time
-session = Session(256, 1000)
-session.run("x = 1", 20)
-(last,) = [process for process in psutil.Process().children(recursive=True) if not process.children()]
+first = Session(256, 1000)
+first.run("x = 1", 20)
+second, closed = Session(256, 1000), Session(256, 1000)
+leaves = [process for process in psutil.Process().children(recursive=True) if not process.children()]
 ours, theirs = os.pipe()
 child = os.fork()
 if child == 0:
-    del session            # its copy
+    del first              # its copy; it keeps those of the others
     gc.collect()
     print(Session(256, 1000).run("7", 20), flush=True)  # from a zygote of its own
     os.write(theirs, b"x")
     time.sleep(60)
     os._exit(0)
 os.read(ours, 1)
-print(session.run("x", 20))
-session.close()
+print(first.run("x", 20))
+closed.close()
+del second
 deadline = time.monotonic() + 10
-while last.is_running() and time.monotonic() < deadline:
+while sum(leaf.is_running() for leaf in leaves) > 1 and time.monotonic() < deadline:
     time.sleep(0.01)
-print(last.is_running())
+print(len(leaves), sum(leaf.is_running() for leaf in leaves))
 os.kill(child, 9)
 os.waitpid(child, 0)
 """)
-    assert found == ["7", "1", "False"]
+    assert found == ["7", "1", "3 1"]
+
+
+def test_without_namespaces_a_busy_session_ends_with_its_zygote_too(confined):
+    found = script("""
+import psutil, threading, time
+def go():
+    try:
+        session.run("while True: pass", 60)
+    except SessionEnded as error:
+        print(error)
+session = Session(256, 1000)
+zygote, busy = sorted(psutil.Process().children(recursive=True), key=lambda process: process.create_time())
+thread = threading.Thread(target=go)
+thread.start()
+zygote.kill()
+thread.join(20)
+deadline = time.monotonic() + 10
+while busy.is_running() and busy.status() != "zombie" and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(thread.is_alive(), busy.is_running() and busy.status() != "zombie")
+""", (UNSHARE,))
+    assert found == ["the session was ended from outside", "False False"]
+
+
+@pytest.mark.parametrize("refused", [(), (UNSHARE,)], ids=["namespaces", "none"])
+def test_a_session_has_no_power_and_can_get_none(confined, refused):
+    found = script("""
+import psutil
+session = Session(256, 1000)
+last = max(psutil.Process().children(recursive=True), key=lambda process: process.create_time())
+lines = dict(line.split(":", 1) for line in open(f"/proc/{last.pid}/status").read().splitlines())
+print(*(lines[name].strip() for name in ("CapEff", "CapPrm", "CapInh", "CapAmb", "NoNewPrivs", "Seccomp", "Threads")))
+""", refused)
+    assert found == ["0000000000000000 0000000000000000 0000000000000000 0000000000000000 1 2 1"]
+
+
+def test_addresses_are_the_same_in_every_process(confined):
+    if script("import ctypes; print(ctypes.CDLL(None).personality(0x0040000))") == ["-1"]:
+        pytest.skip("this machine does not let a process fix its addresses")
+    outputs = []
+    for _ in range(2):
+        outputs.append(Session(**LIMITS).run("id(object()), hash(None), id(int)", 20))
+        sandbox._current.stop()
+    assert outputs[0] == outputs[1]
