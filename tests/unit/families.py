@@ -1,4 +1,5 @@
-"""Chat templates of real models, from the package trl where it is installed, on a small byte-level tokenizer with each family's special tokens."""
+"""Chat templates of real models, from the package trl where it is installed, on a small byte-level tokenizer with each family's special tokens,
+and an environment to play on them."""
 
 import functools
 import importlib.util
@@ -9,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rtpo_ray.environments.base import Observation, Step, ToolEnvironment, tool
 from rtpo_ray.episodes.contexts import ChatTemplate
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -102,3 +104,49 @@ def family_chat(name: str, **changes) -> ChatTemplate:
     family = FAMILIES[name]
     tokenizer = small_tokenizer(family.special, family.eos, family.bos, template_text(family.file))
     return ChatTemplate(tokenizer, **{"args": family.args, "tools_in": family.tools_in, **changes})
+
+
+class Desk(ToolEnvironment):
+    """Two tools; an answer is met with another request until the fourth, so that every kind of response is followed by something."""
+
+    instant = True
+    system = "be brief"
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.answers = 0, []
+
+    def reset(self, seed):
+        self.total, self.answers = seed, []
+        return Observation("question")
+
+    @tool
+    def add(self, number: int) -> str:
+        """Add a number.
+
+        Args:
+            number: which
+        """
+        self.total += number
+        return f"total {self.total}"
+
+    @tool
+    def note(self, text: str) -> str:
+        """Keep a note.
+
+        Args:
+            text: which
+        """
+        return f"noted {text}"
+
+    def answer(self, text):
+        self.answers.append(text)
+        if text == "done":
+            return Step(reward=1.0, terminated=True)
+        return Step(observation=Observation(f"go on {len(self.answers)}", "tool"))
+
+
+def desk(template):
+    made = Desk()
+    made.calls = template.calls.name
+    return made

@@ -252,9 +252,9 @@ def test_reading_what_was_formatted_gives_the_same_calls(spoken):
 @pytest.mark.parametrize("unit", ["{", '{"a":', "[f(", "<tool_call>", "<think>", "<|python_tag|>", "[TOOL_CALLS]", "<function=f>",
                                   "<|channel|>", DS["begin"]])
 def test_reading_takes_no_longer_than_the_text_is_long(spoken, unit):
-    began = time.perf_counter()
+    began = time.process_time()
     FORMATS[spoken].read(unit * 4000, lambda: SCHEMAS)
-    assert time.perf_counter() - began < 3
+    assert time.process_time() - began < 3
 
 
 @pytest.mark.parametrize(("text", "spoken"), [
@@ -331,16 +331,16 @@ def witness():
 
 
 @pytest.mark.parametrize("spoken", VLLM)
-def test_vllm_reads_the_same_calls_where_they_are_well_formed(spoken, witness):
+def test_vllm_reads_the_same_calls_where_none_is_malformed(spoken, witness):
     seen = 0
     for number, (text, expected, _) in enumerate(CORPUS[spoken]):
-        if not expected or not all(isinstance(one, ToolCall) for one in expected):
+        if not all(isinstance(one, ToolCall) for one in expected):
             continue
         said = FORMATS[spoken].strip_thought(text)  # vLLM leaves thoughts to another parser
         parser = "lfm2" if "<|tool_call_start|>" in said else VLLM[spoken]
         same = witness(parser, said) == expected
         assert same == (f"{spoken}-{number}" not in UNSEEN), (number, said, witness(parser, said))
-        seen += same
+        seen += same and bool(expected)
     assert seen >= 4
 
 

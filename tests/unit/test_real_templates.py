@@ -4,11 +4,11 @@ import json
 import re
 
 import pytest
-from families import FAMILIES, family_chat, small_tokenizer
+from families import FAMILIES, Desk, desk, family_chat, small_tokenizer
 from worlds import run, settings
 
 from rtpo_ray.engines.scripted import ScriptedEngine
-from rtpo_ray.environments.base import Observation, Step, ToolEnvironment, tool
+from rtpo_ray.environments.base import Observation
 from rtpo_ray.episodes.contexts import Append, ChatTemplate, Template, build_context
 from rtpo_ray.episodes.episode import Episode
 from rtpo_ray.episodes.toolcalls import ToolCall
@@ -16,52 +16,6 @@ from rtpo_ray.types import Task, context_hash, derive_seed
 
 MODES = ["append", "template", "window", "summary", "strip"]
 SEED = 11
-
-
-class Desk(ToolEnvironment):
-    """Two tools; an answer is met with another request until the fourth, so that every kind of response is followed by something."""
-
-    instant = True
-    system = "be brief"
-
-    def __init__(self):
-        super().__init__()
-        self.total, self.answers = 0, []
-
-    def reset(self, seed):
-        self.total, self.answers = seed, []
-        return Observation("question")
-
-    @tool
-    def add(self, number: int) -> str:
-        """Add a number.
-
-        Args:
-            number: which
-        """
-        self.total += number
-        return f"total {self.total}"
-
-    @tool
-    def note(self, text: str) -> str:
-        """Keep a note.
-
-        Args:
-            text: which
-        """
-        return f"noted {text}"
-
-    def answer(self, text):
-        self.answers.append(text)
-        if text == "done":
-            return Step(reward=1.0, terminated=True)
-        return Step(observation=Observation(f"go on {len(self.answers)}", "tool"))
-
-
-def desk(template):
-    made = Desk()
-    made.calls = template.calls.name
-    return made
 
 
 def played(name, mode, replies, **changes):
@@ -174,7 +128,7 @@ BROKEN = ["", " ", "<think>only", "<think>a<think>b</think>c", "</think>", '<too
           "<|channel|>commentary to=functions.add<|message|>{", "<function=add><parameter=number>1</parameter>", "\n\n two words \n"]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["append", "template", "summary"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_identity_over_broken_responses(name, mode):
     """Closed by a token and, every other one, cut without; the last is cut by the limit of the response in the middle of a call."""
@@ -328,7 +282,7 @@ def test_gpt_oss_shows_a_result_as_the_called_tools_and_an_error_as_the_users():
         calls(("add", {"number": 2}), thinking=True), says("<|channel|>commentary to=functions.add<|message|>{x", stop=1), final("done")])
     shown = family_chat("gptoss").tokenizer.decode(turns[-1].context_ids)
     assert '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"total 5"<|end|>' in shown
-    assert "<|start|>user<|message|>error: the arguments of the tool call is not JSON" in shown
+    assert "<|start|>user<|message|>error: the argument object of the tool call is not JSON" in shown
     assert "<|channel|>analysis<|message|>hm" not in shown  # the template takes thoughts out once something was said
 
 
@@ -371,6 +325,23 @@ def test_thoughts_are_stripped_from_earlier_turns_and_calls_are_kept(mode):
         builder.extend(calls(("add", {"number": 2}), thinking=True)(template, [0]), Observation("total 5", "tool"))
         shown = template.tokenizer.decode(builder.summary_request() or builder.context())
         assert ("hm" in shown) == kept and '{"name": "add", "arguments": {"number": 2}}' in shown
+
+
+@pytest.mark.parametrize("name", ["phi3", "gptoss"])
+def test_an_episode_strips_thoughts_when_it_is_set_to(name):
+    for mode, kept in (("template", True), ("strip", False)):
+        turns = check_identity(name, mode, [calls(("add", {"number": 2}), thinking=True), final("done")])
+        assert ("hm" in family_chat(name).tokenizer.decode(turns[1].context_ids)) == kept
+
+
+def test_a_thought_of_the_prompt_that_is_cut_calls_nothing_and_is_stripped():
+    """Qwen3.5: the prompt opens the thought, so a response that ends inside it has no mark of a thought at all."""
+    call = family_chat("qwen3.5-think").calls.format([ToolCall("add", {"number": 1})])
+    for mode, kept in (("template", True), ("strip", False)):
+        turns = check_identity("qwen3.5-think", mode, [
+            lambda template, context: template.encode(f"maybe {call}"), calls(("add", {"number": 2})), final("done")])
+        assert [turn.tool_calls for turn in turns] == [0, 1, 0] and [turn.observation for turn in turns] == ["go on 1", "total 5", ""]
+        assert ("maybe" in family_chat("qwen3.5-think").tokenizer.decode(turns[1].context_ids)) == kept
 
 
 def test_a_response_that_begins_inside_the_thought_of_the_prompt_is_read_as_one():

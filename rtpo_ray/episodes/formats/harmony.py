@@ -97,5 +97,5 @@ def _call(recipient: str, body: str | None) -> Call:
     try:
         arguments = json.loads(body)
     except BROKEN as error:
-        return wrong_json(error, 0, "the arguments of the tool call")
+        return wrong_json(error, 0, "the argument object of the tool call")
     return call_of({"name": name, "arguments": arguments})

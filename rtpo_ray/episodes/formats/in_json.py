@@ -168,7 +168,7 @@ class DeepSeek(CallFormat):
         try:
             arguments, end = json_at(text, head.end())
         except BROKEN as error:
-            return [wrong_json(error, head.end(), "the arguments of the tool call")], resume
+            return [wrong_json(error, head.end(), "the argument object of the tool call")], resume
         tail = self._tail.match(text, end)
         if tail is None:
             return [MalformedCall("tool call is not closed by <｜tool▁call▁end｜>")], resume
