@@ -64,23 +64,25 @@ class Doctor:
         self._branching = algorithms.build(config.algorithm).branching
 
     def examine(self) -> Iterator[Finding]:
-        """Everything in order. What the environment raises ends the examination with a FAIL that says so."""
+        """Everything in order. A FAIL before episodes were played ends the examination: the rest builds on it."""
         try:
             tasks = self._tasks()
         except DataError as error:
             yield Finding("FAIL", f"data: {error}")
             return
-        yield from self._guarded("tools", lambda: self._look_at_tools(tasks[0]))
-        yield from self._guarded("contexts", lambda: self._look_at_contexts(tasks))
         played: list[Played] = []
-        yield from self._guarded("episodes", lambda: self._play_all(tasks, played))
-        if len(played) == len(tasks):
-            yield from self._guarded("determinism", lambda: self._look_at_determinism(tasks, played))
-            yield from self._guarded("branching", lambda: self._look_at_branching(tasks, played))
-            yield from self._guarded("rewards", lambda: self._look_at_rewards(tasks, played))
-            yield from self._look_at_masks(played)
-            yield from self._look_at_seconds(played)
-            self.sample = max((one.rollout for one in played), key=lambda rollout: len(rollout.turns))
+        for what, look in (("tools", lambda: self._look_at_tools(tasks[0])), ("contexts", lambda: self._look_at_contexts(tasks)),
+                           ("episodes", lambda: self._play_all(tasks, played))):
+            found = list(self._guarded(what, look))
+            yield from found
+            if any(finding.kind == "FAIL" for finding in found):
+                return
+        self.sample = max((one.rollout for one in played), key=lambda rollout: len(rollout.turns))
+        yield from self._guarded("determinism", lambda: self._look_at_determinism(tasks, played))
+        yield from self._guarded("branching", lambda: self._look_at_branching(tasks, played))
+        yield from self._guarded("rewards", lambda: self._look_at_rewards(tasks, played))
+        yield from self._look_at_masks(played)
+        yield from self._look_at_seconds(played)
 
     sample: Rollout | None = None  # an episode to be shown, when it came so far
 

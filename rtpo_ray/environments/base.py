@@ -32,6 +32,7 @@ class Observation:
 
     text: str
     role: str = "user"
+    before: tuple[tuple[str, str], ...] = ()  # of the first one of an episode: messages (role, text) that stand before it, such as examples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,9 +24,11 @@ class Question(ToolEnvironment):
     tools: names of `tools.TOOLSETS`, or {name: options}, in a list.
     prompt: the first message, with the row's fields in braces.
     system: the system message; empty for none.
+    examples: messages that stand before the question, such as a solved one, each {role: text} with a role of user, assistant or tool.
     """
 
-    def __init__(self, grader: Spec = "math", tools: Sequence[Spec] = (), prompt: str = "{question}", system: str = "") -> None:
+    def __init__(self, grader: Spec = "math", tools: Sequence[Spec] = (), prompt: str = "{question}", system: str = "",
+                 examples: Sequence[dict[str, str]] = ()) -> None:
         self._grader = rewards.build(grader)
         super().__init__([_toolset(spec) for spec in tools])
         self.prompt, self.system = prompt, system
@@ -34,16 +36,23 @@ class Question(ToolEnvironment):
         if not asked or not all(field.isidentifier() for field in asked):
             raise ValueError(f"prompt is {prompt!r}; expected fields of the row in braces, such as {{question}}, and other braces doubled")
         self.fields = tuple(dict.fromkeys([*asked, *self._grader.fields]))
-        self.constant = ("fields", "prompt", "system", "_grader")
-        self.unsaved = ("_grader",)
+        self.examples = tuple(_message(one) for one in examples)
+        self.unsaved = ("fields", "prompt", "system", "examples", "_grader")  # the same in every episode
         self.instant = self._grader.instant and all(toolset.instant for toolset in self.toolsets)
         self.replay = any(toolset.replay for toolset in self.toolsets)
 
     def reset(self, seed: int) -> Observation:
-        return Observation(self.prompt.format(**self.row))
+        return Observation(self.prompt.format(**self.row), before=self.examples)
 
     def answer(self, text: str) -> Step:
         return Step(reward=self._grader.grade(text, self.row), terminated=True)
+
+
+def _message(example: Any) -> tuple[str, str]:
+    if not isinstance(example, dict) or len(example) != 1 or not set(example) <= {"user", "assistant", "tool"}:
+        raise ValueError(f"examples hold {example!r}; expected messages such as {{user: text}}, {{assistant: text}} or {{tool: text}}")
+    ((role, text),) = example.items()
+    return role, str(text)
 
 
 def _toolset(spec: Spec) -> Any:

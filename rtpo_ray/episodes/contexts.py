@@ -84,8 +84,8 @@ class ChatTemplate:
         """The messages that an episode begins with, and the tools that the template is to show."""
         if self._tools_in == "system" and tools:
             system, tools = "\n\n".join(filter(None, (system, describe_tools(self.calls, tools)))), []
-        messages = [{"role": "system", "content": system}] if system else []
-        return [*messages, {"role": first.role, "content": first.text}], tools
+        said = [*([("system", system)] if system else []), *first.before, (first.role, first.text)]
+        return [{"role": role, "content": text} for role, text in said], tools
 
     def turn(self, text: str, observation: Observation, *, strip: bool) -> list[dict[str, Any]]:
         """The messages that the response `text` and its observation become; where the template shows no tool's message, the user says it."""

@@ -46,8 +46,9 @@ class World(ToolEnvironment):
 def examine(tmp_path, monkeypatch, *overrides, declared="instant = False", doc="Add a number.", note="note: why", args="{}", family="qwen3"):
     """{what was looked at: (kind, text)} and the doctor."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "world.py").write_text(WORLD.format(declared=declared, doc=doc, note=note))
-    config = load_config(None, ["environment.path=world.py:World", f"environment.args={args}", "environment.max_turns=4", "cluster.local_cpus=64",
+    file = f"world{len(list(tmp_path.iterdir()))}.py"  # a file is loaded once
+    (tmp_path / file).write_text(WORLD.format(declared=declared, doc=doc, note=note))
+    config = load_config(None, [f"environment.path={file}:World", f"environment.args={args}", "environment.max_turns=4", "cluster.local_cpus=64",
                                 "generators.max_model_len=2048", *overrides])
     doctor = Doctor(config, chat(family))
     found = {}
@@ -75,7 +76,7 @@ def test_a_sound_environment_passes_every_look(tmp_path, monkeypatch):
     ("uncopied", "episodes", ("FAIL", "cannot pickle 'generator' object")),
     ("long", "contexts", ("FAIL", "leaves no room for a response")),
     ("raises", "tools", ("FAIL", "tools: RuntimeError: no world today")),
-    ("rich", "rewards", ("warn", "returns from 0 to 3")),
+    ("rich", "rewards", ("warn", "returns from 3 to 3")),
 ])
 def test_what_is_wrong_is_named(tmp_path, monkeypatch, kind, look, expected):
     extra = ["generators.max_model_len=512"] if kind == "long" else []
@@ -93,13 +94,21 @@ def test_a_state_that_snapshots_do_not_hold_is_found(tmp_path, monkeypatch):
 
 def test_tools_without_words_and_templates_without_tools_are_found(tmp_path, monkeypatch):
     found, _ = examine(tmp_path, monkeypatch, note="")
-    assert any("no description" in text or "FAIL" == kind for kind, text in found["tools"]), found
+    assert len(found) == 1 and found["tools"][0][0] == "FAIL" and "the docstring has no description for the argument 'note'" in found["tools"][0][1]
     found, _ = examine(tmp_path, monkeypatch, family="llama")
-    assert found["template"] == [("warn", "template: the first context does not show add; set environment.tools_in=system, or train a model that knows")]
+    assert found["template"] == [("warn", "template: the first context does not show add; set environment.tools_in=system, or train a model "
+                                          "that knows")]
+
+
+SLOW = """instant = True
+
+    def state_hash(self):
+        return [super(World, self).state_hash() for _ in range(40)][0]
+"""
 
 
 def test_a_slow_environment_that_says_it_is_instant_is_found(tmp_path, monkeypatch):
-    found, _ = examine(tmp_path, monkeypatch, declared="instant = True\n    def state_hash(self):\n        import time; time.sleep(0.002); return super().state_hash()")
+    found, _ = examine(tmp_path, monkeypatch, declared=SLOW)
     assert found["seconds"][0][0] == "warn" and "declared instant" in found["seconds"][0][1]
 
 
@@ -119,7 +128,8 @@ def test_rows_and_gold_answers_are_looked_at(tmp_path, monkeypatch):
     found = {finding.text: finding.kind for finding in question(tmp_path, monkeypatch, "data.fields.question=problem")}
     assert found["rewards: 3 of 3 gold answers are judged right"] == "ok" and "FAIL" not in found.values()
     (finding,) = question(tmp_path, monkeypatch)
-    assert finding.kind == "FAIL" and "has no column 'question', which the environment reads as its field question; it has problem, answer" in finding.text
+    assert finding.kind == "FAIL"
+    assert "has no column 'question', which the environment reads as its field question; it has problem, answer" in finding.text
     (tmp_path / "rows.jsonl").write_text("")
     (finding,) = question(tmp_path, monkeypatch)
     assert finding.text == "data: field data.train is 'rows.jsonl': its files hold no row"

@@ -1,6 +1,7 @@
 """A question out of a file: its prompt from the row, its tools and its grader by name, its answer judged."""
 
 import pytest
+from chats import chat
 
 from rtpo_ray import environments
 from rtpo_ray.config import load_config
@@ -8,7 +9,6 @@ from rtpo_ray.environments.base import Observation, Step
 from rtpo_ray.environments.question import Question
 from rtpo_ray.episodes.toolcalls import format_hermes
 from rtpo_ray.errors import ConfigError, GraderError
-from rtpo_ray.rewards.base import Grader
 
 ROW = {"question": "What is 6 * 7?", "answer": "42"}
 
@@ -30,6 +30,19 @@ def test_a_call_is_run_and_an_answer_is_judged():
     world.close()
 
 
+def test_examples_stand_before_the_question():
+    said = [{"user": "What is 1 + 1?"}, {"assistant": "2"}]
+    world, first = asked(examples=said)
+    assert first == Observation(ROW["question"], before=(("user", "What is 1 + 1?"), ("assistant", "2")))
+    template = chat("chatml")
+    messages, _ = template.opening("", [], first)
+    assert template.render(messages, [], prompt=True) == (
+        "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\nWhat is 6 * 7?<|im_end|>\n"
+        "<|im_start|>assistant\n")
+    with pytest.raises(ValueError, match="examples hold {'model': 'x'}; expected messages such as"):
+        Question(examples=[{"model": "x"}])
+
+
 def test_a_sibling_has_the_tools_state_and_the_row_of_its_own_task():
     world, _ = asked()
     world.step(format_hermes("calculate", {"expression": "x = 6 * 7"}))
@@ -41,13 +54,6 @@ def test_a_sibling_has_the_tools_state_and_the_row_of_its_own_task():
     assert other.step(format_hermes("calculate", {"expression": "x + 1"})).observation.text == "43"
     assert other.step("43").reward == 1.0 and world.step("43").reward == 0.0
     assert b"What is" not in snapshot
-
-
-class Broken(Grader):
-    fields = ("gold",)
-
-    def grade(self, response, row):
-        raise GraderError("cannot tell")
 
 
 def test_what_a_grader_cannot_tell_is_an_error(tmp_path, monkeypatch):
