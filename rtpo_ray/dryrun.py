@@ -25,7 +25,7 @@ from rtpo_ray.errors import ConfigError
 from rtpo_ray.types import Boundary, Rollout, TurnRecord, context_hash
 
 if TYPE_CHECKING:
-    from rtpo_ray.policy.memory import ModelSize
+    from rtpo_ray.policy.memory import Activations, ModelSize
 
 GB = 1e9
 
@@ -79,14 +79,14 @@ def dry_run(config: Config, model_path: str, nodes: Nodes, say: Callable[[str], 
 
     Raises ConfigError, after everything was said, when the run cannot fit.
     """
-    from rtpo_ray.policy.memory import size_of
+    from rtpo_ray.policy.memory import activations_of, blueprint, size_of
 
-    model = _model_config(config, model_path)
-    size = size_of(model, config.learner)
+    lm = blueprint(_model_config(config, model_path), config.learner, config.model.dtype)
+    size, kept = size_of(lm), activations_of(lm, config.learner.micro_batch_tokens)
     method = algorithms.build(config.algorithm)
     say(f"model {model_path or 'tiny, from warm_start (at most)'}: {_count(size.parameters)} parameters, "
         + (f"{_count(size.trained)} of adapters are trained" if config.learner.lora_rank else "all trained"))
-    learner, rank_bytes = _learner(config, method, model, size, nodes)
+    learner, rank_bytes = _learner(config, method, size, kept, nodes)
     generator, engine_bytes = _generator(config, size, nodes)
     parts = [_placement(config, nodes, rank_bytes, engine_bytes), learner, generator, _sweep(config, method, size)]
     for line in [line for part in parts for line in part.lines]:
@@ -150,13 +150,13 @@ def _placement(config: Config, nodes: Nodes, rank_bytes: float, engine_bytes: fl
 # --- memory
 
 
-def _learner(config: Config, method: Algorithm, model: Any, size: ModelSize, nodes: Nodes) -> tuple[Part, float]:
+def _learner(config: Config, method: Algorithm, size: ModelSize, kept: Activations, nodes: Nodes) -> tuple[Part, float]:
     """The part, and the bytes of one rank."""
-    from rtpo_ray.policy.memory import activations_of, rank_memory
+    from rtpo_ray.policy.memory import rank_memory
 
     learner, tokens = config.learner, config.learner.micro_batch_tokens
     reference = method.objective.kl_coef > 0 and not learner.lora_rank
-    found = rank_memory(size, activations_of(model, learner, config.model.dtype, tokens), ranks=learner.ranks, dtype=config.model.dtype,
+    found = rank_memory(size, kept, ranks=learner.ranks, dtype=config.model.dtype,
                         scored=tokens, recompute=learner.recompute, reference=reference)
     total, state = sum(found.values()), sum(found[name] for name in ("weights", "gradients", "moments", "reference"))
     have = nodes.gpu_memory * min(learner.gpus, 1.0)
@@ -213,7 +213,7 @@ def _generator(config: Config, size: ModelSize, nodes: Nodes) -> tuple[Part, flo
             lines.append(f"  warning: generators.max_num_seqs is {generators.max_num_seqs}; when more than {fit} sequences grow to full length, vLLM "
                          "puts some back and computes them again")
     else:
-        lines.append("  key-value cache: as much as vLLM takes on a CPU (generators.kv_cache_mb is 0)")
+        lines.append("  key-value cache: whatever vLLM finds free (generators.kv_cache_mb is 0)")
     return Part(lines=lines, problems=problems), weights + cache
 
 

@@ -26,7 +26,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 class ModelSize:
     """Numbers of parameters, and the shapes that memory depends on."""
 
-    parameters: int
+    parameters: int  # of the model as engines have it
+    held: int  # by the learner: adapters too
     trained: int  # all of them, or those of the adapters
     layer: int  # of the largest transformer layer, adapters included: what FSDP2 gathers at once
     root: int  # outside of the layers: embeddings, last norm, head
@@ -53,13 +54,25 @@ class Activations:
     rest: int  # last norm and so on, without the logits
 
 
-def size_of(config: Any, learner: LearnerConfig) -> ModelSize:
-    """Of the model of a transformers configuration. Raises ConfigError when learner.lora_targets names no linear layer."""
-    text, lm = config.get_text_config(), _without_storage(config, learner, "float32")
+def blueprint(config: Any, learner: LearnerConfig, dtype: str) -> Any:
+    """The causal LM of a transformers configuration, with its adapters, of tensors that have a shape and no numbers.
+
+    Raises ConfigError when learner.lora_targets names no linear layer.
+    """
+    with torch.device("meta"):
+        lm: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="counted").eval()
+        if learner.lora_rank:
+            lora.add_adapters(lm, rank=learner.lora_rank, alpha=learner.lora_alpha, targets=learner.lora_targets, seed=0)
+        return lm.to(getattr(torch, dtype))
+
+
+def size_of(lm: Any) -> ModelSize:
+    """Of a blueprint."""
+    text = lm.config.get_text_config()
     inside = {id(parameter) for layer in layers_of(lm) for parameter in layer.parameters()}
     root = [parameter for parameter in lm.parameters() if id(parameter) not in inside]
     return ModelSize(
-        parameters=_count(parameter for _, parameter, _ in lora.base_parameters(lm)),
+        parameters=_count(parameter for _, parameter, _ in lora.base_parameters(lm)), held=_count(lm.parameters()),
         trained=_count(parameter for parameter in lm.parameters() if parameter.requires_grad),
         layer=max((_count(layer.parameters()) for layer in layers_of(lm)), default=0), root=_count(root),
         root_trained=_count(parameter for parameter in root if parameter.requires_grad), layers=text.num_hidden_layers,
@@ -68,9 +81,8 @@ def size_of(config: Any, learner: LearnerConfig) -> ModelSize:
         longest=getattr(text, "max_position_embeddings", None) or 0)
 
 
-def activations_of(config: Any, learner: LearnerConfig, dtype: str, tokens: int) -> Activations:
-    """Of a forward pass over `tokens` in one sequence."""
-    lm = _without_storage(config, learner, dtype)
+def activations_of(lm: Any, tokens: int) -> Activations:
+    """Of a forward pass of a blueprint over `tokens` in one sequence."""
     layers = {id(layer): 0 for layer in layers_of(lm)}  # bytes that it keeps
     kept: dict[int, Any] = {}  # storages by their address, which is theirs only while they live
     at, rest, inputs, widest = 0, 0, 0, 0
@@ -96,13 +108,14 @@ def activations_of(config: Any, learner: LearnerConfig, dtype: str, tokens: int)
                 rest += storage.nbytes()
         return tensor
 
-    for layer in layers_of(lm):
-        layer.register_forward_pre_hook(enter, with_kwargs=True)
-        layer.register_forward_hook(leave)
+    hooks = [hook for layer in layers_of(lm)
+             for hook in (layer.register_forward_pre_hook(enter, with_kwargs=True), layer.register_forward_hook(leave))]
     for value in (*lm.parameters(), *lm.buffers()):
         kept[value.untyped_storage()._cdata] = value
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         lm.base_model(input_ids=torch.zeros(1, tokens, dtype=torch.int64, device="meta"), use_cache=False)
+    for hook in hooks:
+        hook.remove()
     return Activations(layers=sum(layers.values()), layer=max(layers.values(), default=0), inputs=inputs, widest=widest, rest=rest)
 
 
@@ -111,7 +124,8 @@ def rank_memory(
 ) -> dict[str, int]:
     """Bytes that a learner rank holds at the most, by what they are for; their sum is the peak.
 
-    With N parameters of which P are trained, R ranks, c bytes a number in the computation, V words, M `scored` positions of a micro-batch:
+    With N parameters, adapters included, of which P are trained, R ranks, c bytes a number in the computation, V words, M `scored` positions
+    of a micro-batch:
 
     weights        4 N / R: the float32 shard. FSDP2 shards evenly (arXiv 2304.11277).
     gradients      4 P / R: float32, kept from the first micro-batch to the step.
@@ -131,14 +145,14 @@ def rank_memory(
     Not in it: the CUDA context and NCCL's buffers (about 1 GB a GPU), and what the allocator loses to fragments.
     """
     c = BYTES[dtype]
-    share = min(size.trained / size.parameters, 1.0)
+    share = size.trained / size.held
     kept = (activations.inputs if recompute else activations.layers) + activations.rest
     logits = 12 * scored * size.vocabulary
     layer = 2 * activations.widest + int(share * c * size.layer) + recompute * activations.layer
     reduction = int(share * 2 * (c + 4) * size.layer)
     root = (2 * c + 4) * size.root_trained
     return {
-        "weights": 4 * size.parameters // ranks, "gradients": 4 * size.trained // ranks, "moments": 8 * size.trained // ranks,
+        "weights": 4 * size.held // ranks, "gradients": 4 * size.trained // ranks, "moments": 8 * size.trained // ranks,
         "reference": 4 * size.parameters // ranks if reference else 0, "gathered": c * (size.root + 2 * size.layer),
         "activations": kept, "working": max(logits, layer, reduction, root),
     }
@@ -146,15 +160,6 @@ def rank_memory(
 
 def _count(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
-
-
-def _without_storage(config: Any, learner: LearnerConfig, dtype: str) -> Any:
-    """The model with its adapters, of tensors that have a shape and no numbers."""
-    with torch.device("meta"):
-        lm: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="counted").eval()
-        if learner.lora_rank:
-            lora.add_adapters(lm, rank=learner.lora_rank, alpha=learner.lora_alpha, targets=learner.lora_targets, seed=0)
-        return lm.to(getattr(torch, dtype))
 
 
 class _Attention(torch.autograd.Function):

@@ -21,7 +21,7 @@ from rtpo_ray.dryrun import _full_trunks, _starts, nodes_of
 from rtpo_ray.errors import ConfigError
 from rtpo_ray.policy import tiny
 from rtpo_ray.policy.learner import Learner
-from rtpo_ray.policy.memory import activations_of, rank_memory, size_of
+from rtpo_ray.policy.memory import activations_of, blueprint, rank_memory, size_of
 from rtpo_ray.types import Sample, context_hash
 
 SHAPES = {  # as published
@@ -80,7 +80,7 @@ def test_each_shipped_configuration_fits_eight_gpus_of_80_gb_as_its_comment_says
 
 def test_published_parameter_counts():
     for name, expected in (("1.7b", 1.72e9), ("4b", 4.02e9), ("8b", 8.19e9)):
-        size = size_of(qwen3(name), LearnerConfig())
+        size = size_of(blueprint(qwen3(name), LearnerConfig(), "bfloat16"))
         assert size.parameters == size.trained == pytest.approx(expected, rel=2e-3)
         assert size.root + size.layers * size.layer == size.parameters
         assert size.kv_bytes("bfloat16") == 2 * size.layers * 8 * 128 * 2
@@ -91,7 +91,7 @@ def test_published_parameter_counts():
     (["generators.max_model_len=40960", "learner.micro_batch_tokens=40960"],
      ["field learner.micro_batch_tokens is 40960", "has 80.00 GB; lower it, raise learner.ranks or set learner.lora_rank"]),
     (["--gpu-memory", "19"], ["field generators.gpu_memory_utilization is 0.85: the weights are 16.38 GB and its share of a GPU is 16.15 GB"]),
-    (["generators.gpu_memory_utilization=0.21"], ["field generators.gpu_memory_utilization is 0.21: the key-value cache holds 2,837 tokens; expected "
+    (["generators.gpu_memory_utilization=0.21"], ["field generators.gpu_memory_utilization is 0.21: the key-value cache holds 2,838 tokens; expected "
                                                   "at least one sequence of generators.max_model_len (12288), 1,728 MiB"]),
     (["generators.kv_cache_mb=1727"], ["field generators.kv_cache_mb is 1727", "1,728 MiB"]),
     (["generators.kv_cache_mb=60000"], ["field generators.kv_cache_mb is 60000: with 16.38 GB of weights it exceeds its share of a GPU, 68.00 GB"]),
@@ -99,7 +99,7 @@ def test_published_parameter_counts():
     (["--cpus-per-node", "32"], ["with 1 CPU for Ray Data, 1 of them find no place on 1 node of 32 CPUs and 8 GPUs of 80.00 GB"]),
     (["generators.gpus=0.5"], ["field generators.gpu_memory_utilization is 0.85; expected at most generators.gpus (0.5)"]),
     (["generators.max_model_len=50000", "learner.micro_batch_tokens=50000"],
-     ["field generators.max_model_len is 50000; expected at most the model's 40960 positions", "; and field learner.micro_batch_tokens"][:1]),
+     ["field generators.max_model_len is 50000; expected at most the model's 40960 positions"]),
     (["learner.lora_rank=8", "learner.lora_targets=qkv"], ["field learner.lora_targets is 'qkv': the model has no linear layer 'qkv'"]),
 ])
 def test_what_cannot_fit_is_refused_naming_the_field(capsys, models, words, parts):
@@ -154,9 +154,9 @@ def test_the_tiny_models_size_is_that_of_the_built_one():
     config = load_config(CONF / "quickstart.yaml", ["cluster.local_cpus=2"])
     tokenizer = tiny.build_tokenizer(config)
     built = tiny.build_model(config, tokenizer)
-    size = size_of(tiny.shape(config, len(tokenizer)), config.learner)
+    size, most = (size_of(blueprint(tiny.shape(config, words), config.learner, "float32")) for words in (len(tokenizer), config.warm_start.vocab))
     assert size.parameters == sum(parameter.numel() for parameter in built.parameters())
-    assert size.parameters <= size_of(tiny.shape(config, config.warm_start.vocab), config.learner).parameters
+    assert size.parameters <= most.parameters
 
 
 def test_nodes_are_described_with_a_dry_run_only(capsys):
@@ -231,7 +231,7 @@ def measured(rank, world, path, tokens, vocabulary, config, dtype):
 
 
 @pytest.mark.parametrize(("world", "dtype", "changes"), [
-    (1, "float32", {}), (1, "bfloat16", {}), (1, "float32", {"recompute": True}), (1, "float32", {"lora_rank": 8}), (2, "float32", {}),
+    (1, "float32", {}), (1, "float32", {"recompute": True}), (1, "bfloat16", {"lora_rank": 8}), (2, "float32", {}),
     (2, "bfloat16", {"recompute": True, "lora_rank": 8})], ids=str)
 def test_memory_of_a_training_step_is_as_computed(world, dtype, changes):
     config, tokens = Qwen3Config(**SMALL), 1024
@@ -240,16 +240,17 @@ def test_memory_of_a_training_step_is_as_computed(world, dtype, changes):
         torch.manual_seed(0)
         Qwen3ForCausalLM(config).save_pretrained(path)
     learner = LearnerConfig(**changes)
-    computed = sum(rank_memory(size_of(config, learner), activations_of(config, learner, dtype, tokens), ranks=world, dtype=dtype, scored=tokens // 2,
-                               recompute=learner.recompute, reference=False).values())
+    lm = blueprint(config, learner, dtype)
+    computed = sum(rank_memory(size_of(lm), activations_of(lm, tokens), ranks=world, dtype=dtype, scored=tokens // 2, recompute=learner.recompute,
+                               reference=False).values())
     found = max(run_ranks(world, measured, path, tokens, SMALL["vocab_size"], changes, dtype))
     print(f"{world} ranks, {dtype}, {changes}: computed {computed / 1e6:.1f} MB, measured {found / 1e6:.1f} MB, ratio {computed / found:.3f}")
-    assert 0.95 < computed / found < 1.15
+    assert 0.9 < computed / found < 1.1
 
 
 def test_activations_grow_with_the_tokens_never_with_their_square():
-    learner = LearnerConfig()
-    short, long = (activations_of(Qwen3Config(**SMALL), learner, "bfloat16", tokens) for tokens in (512, 4096))
+    lm = blueprint(Qwen3Config(**SMALL), LearnerConfig(), "bfloat16")
+    short, long = (activations_of(lm, tokens) for tokens in (512, 4096))
     assert long.layers == pytest.approx(8 * short.layers, rel=0.01)
     assert long.inputs == 3 * 4096 * 128 * 2  # a layer's input is kept by itself
     assert long.layer < long.layers / 2.5
@@ -258,8 +259,8 @@ def test_activations_grow_with_the_tokens_never_with_their_square():
 def test_other_families_are_counted_too():
     config = Gemma2Config(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
                           head_dim=16)
-    size = size_of(config, LearnerConfig(lora_rank=2, lora_targets="q_proj"))
+    size = size_of(blueprint(config, LearnerConfig(lora_rank=2, lora_targets="q_proj"), "float32"))
     lm = AutoModelForCausalLM.from_config(config)
     assert size.parameters == sum(parameter.numel() for parameter in lm.parameters())
-    assert size.trained == 2 * 2 * (32 + 32)
-    assert activations_of(config, LearnerConfig(), "float32", 64).layers > 2 * 64 * 32 * 4
+    assert size.trained == size.held - size.parameters == 2 * 2 * (32 + 32)
+    assert activations_of(blueprint(config, LearnerConfig(), "float32"), 64).layers > 2 * 64 * 32 * 4
