@@ -22,6 +22,7 @@ from rtpo_ray.ledger import Ledger
 from rtpo_ray.reports.status import status_lines
 
 OK, FAILED, BAD_CONFIG, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+NODES = ("nodes", "gpus_per_node", "gpu_memory", "cpus_per_node")  # what --dry-run may be told about
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Train, track, and end cleanly however it ends."""
+    if args.dry_run:
+        args.overrides = [*args.overrides, "cluster.address=elsewhere"]  # the dry run checks the placement itself, on the nodes that it is given
+    elif given := [f"--{name.replace('_', '-')}" for name in NODES if getattr(args, name) is not None]:
+        raise ConfigError(f"{', '.join(given)} without --dry-run; a run takes the nodes of its cluster as they are")
     config = _resumed_config(args) if args.resume else load_config(args.config, args.overrides)
+    if args.dry_run:
+        from rtpo_ray.dryrun import dry_run, nodes_of
+
+        dry_run(config, _named_model(config) if config.model.path else "", nodes_of(config, **{name: getattr(args, name) for name in NODES}), _say)
+        return OK
     folder = _run_folder(config)
     with alone_in(folder, "run", "run.name", ".lock"):  # two that go on with one run would each take back what the other did
         reason = _reason_to_resume(config, folder)
@@ -278,6 +288,12 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--no-wait", action="store_true", help="do not follow the job")
         if name == "train":
             command.add_argument("--resume", metavar="FOLDER", default="", help="go on with the run in this folder, from its last finished stage")
+            command.add_argument("--dry-run", action="store_true", help="start nothing: say where everything would run, what memory it would take "
+                                 "and what a sweep would sample, and refuse what cannot fit")
+            command.add_argument("--nodes", type=int, metavar="N", help="with --dry-run: nodes of the cluster; default: this machine alone")
+            command.add_argument("--gpus-per-node", type=int, metavar="N", help="with --dry-run (8 when other nodes are described)")
+            command.add_argument("--gpu-memory", type=float, metavar="GB", help="with --dry-run: 10^9 bytes of a GPU (80)")
+            command.add_argument("--cpus-per-node", type=int, metavar="N", help="with --dry-run (not compared when not given)")
         if name in ("evaluate", "doctor"):
             command.add_argument("--model", metavar="PATH", default="", help="Hugging Face folder or name; stands for model.path")
     command = commands.add_parser("stop", help="end a job that was submitted", description="end a job that was submitted, and wait for its end")
@@ -302,6 +318,11 @@ def _model_path(config: Config) -> str:
                               "the tiny model would be built; set model.path, or define demonstrate(rng, noise)")
 
         return str(materialise(config, _say))
+    return _named_model(config)
+
+
+def _named_model(config: Config) -> str:
+    """The folder or Hugging Face name that model.path names. Raises ConfigError when there is none."""
     folder = Path(config.model.path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

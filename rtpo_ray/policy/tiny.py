@@ -107,15 +107,19 @@ def build_tokenizer(config: Config) -> PreTrainedTokenizerFast:
 
 
 def build_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A random Qwen3 of the configured size; the vocabulary is padded to a multiple of 64."""
+    """A random Qwen3 of the configured size."""
     torch.manual_seed(config.warm_start.seed)
+    return Qwen3ForCausalLM(shape(config, len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+
+
+def shape(config: Config, vocabulary: int, **tokens: int | None) -> Qwen3Config:
+    """Of the model for a `vocabulary`, which is padded to a multiple of 64."""
     hidden = config.warm_start.hidden
     heads = hidden // 32
-    return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=math.ceil(len(tokenizer) / 64) * 64, hidden_size=hidden, intermediate_size=4 * hidden, head_dim=32,
+    return Qwen3Config(
+        vocab_size=math.ceil(vocabulary / 64) * 64, hidden_size=hidden, intermediate_size=4 * hidden, head_dim=32,
         num_hidden_layers=config.warm_start.layers, num_attention_heads=heads, num_key_value_heads=max(1, heads // 2),
-        max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, use_cache=True))
+        max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None, use_cache=True, **tokens)
 
 
 def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, config: Config, say: Callable[[str], None]) -> float:
