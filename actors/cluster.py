@@ -184,7 +184,7 @@ def build_coordinator(config: Config, model_path: str) -> Coordinator:
     publisher = WeightPublisher(
         gang, pool, config.weights, temperature=config.sampling.temperature, device="cuda" if config.generators.gpus else "cpu",
         start_timeout=start, patience=config.cluster.patience,
-        probe_context=wait_for(example.example_context.remote(), start, "a first context"))
+        probe_context=wait_for(example.first_context.remote(tasks.training(0, 1)[0]), start, "a first context"))
     return Coordinator(config=config, algorithm=algorithm, pool=pool, gang=gang, publisher=publisher, tasks=tasks)
 
 

@@ -103,11 +103,14 @@ class Generator:
         sampling = Sampling(temperature=temperature, max_tokens=max_tokens, stop_token_ids=(), seed=seed)
         return await self._run(self._engine.generate(context_ids, sampling))
 
-    async def example_context(self) -> list[int]:
-        """The first context of some task, as far as the engine can hold it: what probes start from."""
+    async def first_context(self, task: Task) -> list[int]:
+        """Of `task`, as far as the engine can hold it: what probes start from."""
         episode = Episode(self._make_environment, self._template, self._settings)
-        await self._run(episode.off_loop("reset", episode.reset, Task(task_id="example", seed=0)))
-        return episode.context()[-(self._settings.max_model_len // 2):]
+        try:
+            await self._run(episode.off_loop("reset", episode.reset, task))
+            return episode.context()[-(self._settings.max_model_len // 2):]
+        finally:
+            await self._run(episode.close())
 
     def _receive(self) -> tuple[int, str, float]:
         started = time.perf_counter()
