@@ -22,7 +22,8 @@ from actors.waiting import Doing, here, on_node, wait_for, wait_for_end
 from actors.watchdog import watched
 from pipelines.tasks import TaskSource, source_of
 from rtpo_ray import algorithms, environments
-from rtpo_ray.config import DATA_CPUS, Config
+from rtpo_ray.checks import DATA_CPUS
+from rtpo_ray.config import Config
 from rtpo_ray.errors import ConfigError, CoordinatorLost
 from rtpo_ray.ledger import Ledger, Progress
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Algorithm, Stage
-from rtpo_ray.config import DATA_CPUS, Config, GeneratorConfig, LearnerConfig
+from rtpo_ray.checks import DATA_CPUS
+from rtpo_ray.config import Config, GeneratorConfig, LearnerConfig
 from rtpo_ray.errors import ConfigError
 from rtpo_ray.types import Boundary, Rollout, TurnRecord, context_hash
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from rtpo_ray import algorithms
-from rtpo_ray import config as config_module
 from rtpo_ray.compare import load_comparison
 from rtpo_ray.config import Config, check_resumable, describe, load_config, to_yaml, walk
 from rtpo_ray.errors import ConfigError
@@ -18,7 +17,7 @@ CONF = Path(__file__).parents[2] / "conf"
 def local_cluster(monkeypatch):
     """Placement is checked against four CPUs, wherever the tests run."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(config_module.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
 
 
 def refused(*overrides):
@@ -243,7 +242,7 @@ def test_every_file_of_conf_loads_and_overrides_something(file):
 
 def test_help_does_not_depend_on_the_machine(monkeypatch):
     everywhere = describe()
-    monkeypatch.setattr(config_module.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
     assert describe() == everywhere
     assert "do not fit the local cluster's 1" in refused("run.seed=1")
 

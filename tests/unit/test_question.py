@@ -4,7 +4,7 @@ import pytest
 from chats import chat
 
 from rtpo_ray import environments
-from rtpo_ray.config import load_config
+from rtpo_ray.config import hash_config, load_config
 from rtpo_ray.environments.base import Observation, Step
 from rtpo_ray.environments.question import Question
 from rtpo_ray.episodes.toolcalls import format_hermes
@@ -117,3 +117,13 @@ def test_it_is_made_by_its_name():
     config = load_config(None, [*DATA, "environment.args={tools: [calculator], grader: {math: {seconds: 3}}}"])
     world = environments.build(config.environment)
     assert isinstance(world, Question) and world._grader.seconds == 3
+
+
+def test_the_source_of_its_own_tools_and_grader_is_part_of_the_configurations_hash(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "own.py"
+    file.write_text("from rtpo_ray.tools import Toolset\nclass Own(Toolset):\n    pass\n")
+    config = load_config(None, [*DATA, "environment.args={tools: [{'own.py:Own': {}}]}"])
+    before = hash_config(config)
+    file.write_text(file.read_text() + "# another\n")
+    assert hash_config(config) != before
