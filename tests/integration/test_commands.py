@@ -38,7 +38,7 @@ def aim_run(root):
 
 
 def test_train_then_evaluate(start, tmp_path):
-    training = start(["train"], "run.sweeps=1", "run.name=whole")
+    training = start(["train"], "run.sweeps=1", "run.name=whole", "generators.min=1")
     assert training.finish(240) == 0, training.text
     folder = tmp_path / "whole"
     assert {path.name for path in folder.iterdir()} == FILES
@@ -61,10 +61,12 @@ def test_train_then_evaluate(start, tmp_path):
 
     assert AutoModelForCausalLM.from_pretrained(folder / "final").num_parameters() > 1e5
     (tmp_path / "whole.yaml").write_text((folder / "config.yaml").read_text())
-    evaluation = start(["evaluate", "--model", str(folder / "final"), "--config", str(tmp_path / "whole.yaml")])
+    evaluation = start(["evaluate", "--model", str(folder / "final"), "--config", str(tmp_path / "whole.yaml")], "generators.min=1", "run.eval_samples=2")
     assert evaluation.finish(180) == 0, evaluation.text
-    assert evaluation.lines[-2].startswith("eval after 0 sweeps: success ")
     again, last = json.loads(evaluation.lines[-1]), rows[-1]
+    assert any(line.startswith("eval after 0 sweeps: success ") for line in evaluation.lines)
+    assert any(line.startswith(f"  pass@2  {100 * again['pass_at_k']:.1f} % (95 % interval ") for line in evaluation.lines)
+    assert again["samples"] == 2 and again["success"] <= again["pass_at_k"] <= 1
     # The weights that the run ended with, so greedy decoding does the same; sampling uses the seeds of the evaluation after 0 sweeps.
     assert {key: again[key] for key in ("kind", "tasks", "failed")} == {"kind": "eval", "tasks": 16, "failed": {}}
     assert again["success_greedy"] == pytest.approx(last["success_greedy"], abs=1 / 16)
@@ -73,7 +75,7 @@ def test_train_then_evaluate(start, tmp_path):
 
 @pytest.mark.parametrize(("stop", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_run_cleanly(start, tmp_path, stop, code):
-    training = start(["train"], "run.sweeps=1000", "run.name=stopped", "run.eval_tasks=0")
+    training = start(["train"], "run.sweeps=1000", "run.name=stopped", "run.eval_tasks=0", "generators.min=1")
     training.wait_for("  turn ", 180)
     family = training.family()
     assert any("raylet" in one.name() for one in family) and len(family) > 6

@@ -118,7 +118,7 @@ def test_a_cluster_that_asks_for_a_token(clean_copy, tiny_model, tmp_path):
     guard = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     with Head(**guard) as head:
         words = ["submit", "--address", head.dashboard, "--config", "conf/quickstart.yaml", *tiny_model[0], "run.name=guarded",
-                 f"run.root={tmp_path}", "run.sweeps=1", "run.eval_tasks=0"]
+                 f"run.root={tmp_path}", "run.sweeps=1", "run.eval_tasks=0", "generators.min=1"]
         code, output = rtpo(clean_copy, *words)
         assert code == 1 and "token" in output and "Traceback" not in output and list(tmp_path.iterdir()) == [], output
         code, output = rtpo(clean_copy, *words, **guard)

@@ -60,6 +60,7 @@ def compared(tiny_model, tmp_path_factory):
         [word for word in tiny_model[0] if not word.startswith(("run.seed", "run.sweeps", "algorithm."))]))
     shared["run"] |= {"root": str(folder), "tokens": 1, "eval_every_tokens": 1000}
     shared["cluster"] = {"dashboard": False, "local_cpus": 3}
+    shared["generators"]["min"] = 1  # every run starts its own
     # the model of the shared sections, whatever context a method uses: a warm start is part of the configuration
     shared["model"] = {"path": tiny_model[1]}
     file = folder / "methods.yaml"
