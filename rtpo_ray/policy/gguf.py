@@ -50,7 +50,7 @@ def _convert(file: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except ImportError as error:
         raise ConfigError(f"field model.path is {str(file)!r}: to read it, pip install rtpo-ray[gguf] ({error})") from error
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a broken file may raise anything; the cause is chained
         raise ConfigError(f"field model.path is {str(file)!r}: no model could be read from it: {type(error).__name__}: {error}") from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -61,7 +61,8 @@ def test_train_then_evaluate(start, tmp_path):
 
     assert AutoModelForCausalLM.from_pretrained(folder / "final").num_parameters() > 1e5
     (tmp_path / "whole.yaml").write_text((folder / "config.yaml").read_text())
-    evaluation = start(["evaluate", "--model", str(folder / "final"), "--config", str(tmp_path / "whole.yaml")], "generators.min=1", "run.eval_samples=2")
+    evaluation = start(["evaluate", "--model", str(folder / "final"), "--config", str(tmp_path / "whole.yaml")], "generators.min=1",
+                       "run.eval_samples=2")
     assert evaluation.finish(180) == 0, evaluation.text
     again, last = json.loads(evaluation.lines[-1]), rows[-1]
     assert any(line.startswith("eval after 0 sweeps: success ") for line in evaluation.lines)
