@@ -112,7 +112,7 @@ class Coordinator(Evaluator):
             spent.append({"broadcast": self._push().seconds})
         event = {"kind": "sweep", "sweep": sweep, "tasks": self._config.sampling.tasks_per_sweep,
                  "trunk_success": rate(counts.successes, counts.judged),
-                 "trunk_turns_mean": rate(counts.turns, counts.episodes), "trunk_ends": dict(counts.ends), "failed": dict(counts.failed),
+                 "trunk_turns_mean": rate(counts.turns, counts.judged), "trunk_ends": dict(counts.ends), "failed": dict(counts.failed),
                  "failed_first": counts.failed_first, "generated_tokens": counts.generated_tokens, "weight_version": self._at.version,
                  "retired": self._retired(), "seconds": _phases(spent, time.perf_counter() - started)}
         yield self._commit(event, sweep=sweep + 1, stage=-1)

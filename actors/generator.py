@@ -8,6 +8,7 @@ weight channel.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import threading
 import time
@@ -26,6 +27,7 @@ from rtpo_ray.engines.base import Engine
 from rtpo_ray.environments.base import Environment
 from rtpo_ray.episodes.contexts import ChatTemplate
 from rtpo_ray.episodes.episode import Episode, EpisodeSettings
+from rtpo_ray.errors import RtpoError
 from rtpo_ray.types import Boundary, Completion, Group, Rollout, Sampling, Task, derive_seed, failed_rollout
 
 if TYPE_CHECKING:
@@ -52,6 +54,9 @@ class Generator:
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(concurrency, "environment"))  # a step that waits for a thread would overrun its deadline
         threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
+        warm = make_environment()  # what all environments of a process share is made here, where nobody's deadline runs
+        self._instant = warm.instant
+        warm.close()
         self._engine = asyncio.run_coroutine_threadsafe(_call(make_engine), self._loop).result()
 
     def __repr__(self) -> str:
@@ -105,12 +110,18 @@ class Generator:
 
     async def first_context(self, task: Task) -> list[int]:
         """Of `task`, as far as the engine can hold it: what probes start from."""
-        episode = Episode(self._make_environment, self._template, self._settings)
+        async def begin() -> list[int]:
+            episode = await self._episode()
+            try:
+                await episode.off_loop("reset", episode.reset, task)
+                return episode.context()[-(self._settings.max_model_len // 2):]
+            finally:
+                await episode.close()
+
         try:
-            await self._run(episode.off_loop("reset", episode.reset, task))
-            return episode.context()[-(self._settings.max_model_len // 2):]
-        finally:
-            await self._run(episode.close())
+            return list(await self._run(begin()))
+        except Exception as error:  # noqa: BLE001 - a user's environment may raise anything, and the cause could say a secret
+            raise RtpoError(self._conceal(f"the first context of task {task.task_id}: {type(error).__name__}: {error}")) from None
 
     def _receive(self) -> tuple[int, str, float]:
         started = time.perf_counter()
@@ -132,7 +143,7 @@ class Generator:
         """One episode; whatever environment, template or engine raise costs this rollout alone and is kept as its failure."""
         episode = None
         try:
-            episode = Episode(self._make_environment, self._template, self._settings)
+            episode = await self._episode()
             await episode.off_loop("reset or restore", begin, episode)
             rollout = await episode.run(self._engine, rollout_id=rollout_id, task_id=task_id, seed=seed,
                                         temperature=ask.temperature, keep_boundaries=ask.keep_boundaries)
@@ -147,6 +158,14 @@ class Generator:
         except Exception as error:  # noqa: BLE001 - as above; what the episode itself died of comes first
             return rollout if rollout.failure else failed_rollout(rollout_id, task_id, self._conceal(f"{type(error).__name__}: {error}"))
         return rollout
+
+    async def _episode(self) -> Episode:
+        """A fresh one, its environment made in a thread unless that is instant."""
+        make = functools.partial(Episode, self._make_environment, self._template, self._settings)
+        if self._instant:
+            return make()
+        async with asyncio.timeout(self._settings.step_timeout):
+            return await asyncio.to_thread(make)
 
     async def _gather(self, runs: list[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:
         gate = asyncio.Semaphore(self._concurrency)

@@ -165,9 +165,7 @@ def _check_folder(folder: Path) -> None:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluate a model on the held-out tasks of the configured environment; prints the result as one line of JSON too."""
-    config = load_config(args.config, args.overrides, learn=False)
-    if args.model:
-        config.model.path = args.model
+    config = load_config(args.config, [*args.overrides, *([f"model.path={args.model}"] if args.model else [])], learn=False)
     if not config.run.eval_tasks:
         raise ConfigError("field run.eval_tasks is 0; expected at least 1 to evaluate")
     model_path = _model_path(config)
@@ -187,9 +185,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
 def doctor(args: argparse.Namespace) -> int:
     """Examine what the configuration names, without Ray and without sampling; fails when a run would."""
-    config = load_config(args.config, args.overrides, learn=False)
-    if args.model:
-        config.model.path = args.model
+    config = load_config(args.config, [*args.overrides, *([f"model.path={args.model}"] if args.model else [])], learn=False)
     model_path = _model_path(config)
     from rtpo_ray.doctor import Doctor, show
     from rtpo_ray.episodes.contexts import chat_template
@@ -208,8 +204,8 @@ def doctor(args: argparse.Namespace) -> int:
 def submit(args: argparse.Namespace) -> int:
     """Train as a job of a cluster, in a copy of this folder; follows its log and returns its exit code."""
     for file in args.config:
-        if Path(file).is_absolute():
-            raise ConfigError(f"--config {file} is an absolute path; expected one inside this folder, which the job gets a copy of")
+        if Path(file).is_absolute() or not Path(file).resolve().is_relative_to(Path.cwd()):
+            raise ConfigError(f"--config {file} lies outside of this folder, which the job gets a copy of; expected one inside")
     elsewhere = "cluster.address=the-job's"  # what does not fit this machine may fit the cluster
     config = load_config(args.config, [*args.overrides, elsewhere])
     config.cluster.address = ""

@@ -11,9 +11,12 @@ import itertools
 import json
 import random
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ from rtpo_ray.episodes.contexts import ChatTemplate
 from rtpo_ray.episodes.episode import Episode, environment_maker, episode_settings
 from rtpo_ray.episodes.toolcalls import FORMATS, ToolCall
 from rtpo_ray.errors import DataError
-from rtpo_ray.types import Rollout, Sampling, Task, TurnRecord, derive_seed
+from rtpo_ray.secrets import conceal
+from rtpo_ray.types import Boundary, Rollout, Sampling, Task, TurnRecord, derive_seed
 
 TASKS = 8  # that are looked at
 INSTANT_MS = 1.0
@@ -62,9 +66,22 @@ class Doctor:
         self._config, self._template, self._settings = config, template, episode_settings(config)
         self._environment = environment_maker(config, template)
         self._branching = algorithms.build(config.algorithm).branching
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(Daemons())
 
     def examine(self) -> Iterator[Finding]:
-        """Everything in order. A FAIL before episodes were played ends the examination: the rest builds on it."""
+        """Everything in order, secrets concealed. A FAIL before episodes were played ends the examination: the rest builds on it."""
+        for finding in self._examine():
+            yield replace(finding, text=conceal(finding.text, dict(self._config.environment.args)))
+
+    def _examine(self) -> Iterator[Finding]:
+        self._example = self._environment()  # to be asked what it is
+        try:
+            yield from self._look()
+        finally:
+            self._example.close()
+
+    def _look(self) -> Iterator[Finding]:
         try:
             tasks = self._tasks()
         except DataError as error:
@@ -87,7 +104,7 @@ class Doctor:
     sample: Rollout | None = None  # an episode to be shown, when it came so far
 
     def _tasks(self) -> list[Task]:
-        fields = self._environment().fields
+        fields = self._example.fields
         seeds = [derive_seed("doctor", number) for number in range(TASKS)]
         if not fields:
             return [Task(task_id=f"seed-{seed}", seed=seed) for seed in seeds]
@@ -111,11 +128,9 @@ class Doctor:
     # --- what is looked at
 
     def _look_at_tools(self, task: Task) -> Iterator[Finding]:
-        environment = self._environment()
-        environment.row = task.payload
-        first = environment.reset(task.seed)
-        schemas = environment.tools()
-        environment.close()
+        with self._episode(task) as episode:
+            environment, first = episode.environment, episode.first
+            schemas = environment.tools()
         if not schemas:
             yield Finding("ok", "tools: none")
             return
@@ -137,10 +152,8 @@ class Doctor:
     def _look_at_contexts(self, tasks: Sequence[Task]) -> Iterator[Finding]:
         lengths = []
         for task in tasks:
-            episode = Episode(self._environment, self._template, self._settings)
-            episode.reset(task)
-            lengths.append(len(episode.context()))
-            asyncio.run(episode.close())
+            with self._episode(task) as episode:
+                lengths.append(len(episode.context()))
         limit, response, turns = self._settings.max_model_len, self._settings.max_response_tokens, self._settings.max_turns
         said = f"contexts: c_0 has {min(lengths)} to {max(lengths)} tokens"
         if max(lengths) >= limit:
@@ -171,22 +184,21 @@ class Doctor:
 
     def _look_at_branching(self, tasks: Sequence[Task], played: Sequence[Played]) -> Iterator[Finding]:
         bad = "FAIL" if self._branching else "warn"
-        if reason := self._environment().branching_error():
+        if reason := self._example.branching_error():
             yield Finding(bad, f"branching: {reason}")
             return
         sizes, restored = [], 0
         for task, one in zip(tasks, played, strict=True):
-            for boundary in one.rollout.boundaries:
+            for boundary in _some(one.rollout.boundaries):
                 sizes.append(len(boundary.snapshot))
-                episode = Episode(self._environment, self._template, self._settings)
-                episode.restore(boundary)
                 begins = next(place for place, turn in enumerate(one.rollout.turns) if turn.turn == boundary.turn)
-                rest = self._run(episode, task, one.texts[begins:])
+                with self._episode(boundary) as episode:
+                    rest = self._run(episode, task, one.texts[begins:])
                 restored += 1
                 if wrong := _difference(one.rollout.turns[begins:], rest.rollout.turns):
                     yield Finding(bad, f"branching: task {task.task_id}, restored at turn {boundary.turn} and given the same responses: {wrong}")
                     return
-        how = "replaying the responses" if self._environment().replay else "its snapshot"
+        how = "replaying the responses" if self._example.replay else "its snapshot"
         yield Finding("ok", f"branching: {restored} boundaries restored by {how} go on as the trunk did; {statistics.median(sizes):,.0f} bytes each")
         if max(sizes) > LARGE_SNAPSHOT:
             yield Finding("warn", f"branching: a snapshot has {max(sizes):,} bytes; name what follows from the seed or the row in `unsaved`")
@@ -225,7 +237,7 @@ class Doctor:
     def _look_at_seconds(self, played: Sequence[Played]) -> Iterator[Finding]:
         spent = [1000 * seconds for one in played for seconds in one.seconds]
         said = f"seconds: a step takes {statistics.median(spent):.2f} ms, at most {max(spent):.1f}"
-        instant = self._environment().instant
+        instant = self._example.instant
         if instant and statistics.median(spent) > INSTANT_MS:
             yield Finding("warn", f"{said}; it is declared instant, so the engine waits for it: set instant = False")
         else:
@@ -234,9 +246,19 @@ class Doctor:
     # --- playing
 
     def _play(self, task: Task, texts: Sequence[str] | Script) -> Played:
+        with self._episode(task) as episode:
+            return self._run(episode, task, texts)
+
+    @contextmanager
+    def _episode(self, start: Task | Boundary) -> Iterator[Episode]:
+        """At the start of a task, or at a boundary; closed afterwards. Everything has the deadline of a step."""
         episode = Episode(self._environment, self._template, self._settings)
-        episode.reset(task)
-        return self._run(episode, task, texts)
+        try:
+            begin = episode.reset if isinstance(start, Task) else episode.restore
+            self._loop.run_until_complete(episode.off_loop("reset or restore", begin, start))
+            yield episode
+        finally:
+            self._loop.run_until_complete(episode.close())
 
     def _run(self, episode: Episode, task: Task, texts: Sequence[str] | Script) -> Played:
         """From where `episode` stands, saying `texts`."""
@@ -255,15 +277,29 @@ class Doctor:
 
         async def play() -> Rollout:
             async with asyncio.timeout(PATIENCE):
-                try:
-                    return await episode.run(engine, rollout_id=task.task_id, task_id=task.task_id, seed=1, temperature=1.0, keep_boundaries=True)
-                finally:
-                    await episode.close()
+                return await episode.run(engine, rollout_id=task.task_id, task_id=task.task_id, seed=1, temperature=1.0, keep_boundaries=True)
 
-        rollout = asyncio.run(play())
+        rollout = self._loop.run_until_complete(play())
         at.append(time.perf_counter())
         assert begin + sum(turn.kind == "action" for turn in rollout.turns) == episode.turn
         return Played(rollout, tuple(said), tuple(after - before for before, after in itertools.pairwise(at)))
+
+
+class Daemons(ThreadPoolExecutor):
+    """A thread a call, which nobody waits for at the end: a step that overran its deadline may never return."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+
+        def work() -> None:
+            try:
+                future.set_result(function(*args, **options))
+            except BaseException as error:  # noqa: BLE001 - raised to whoever waits for the future
+                future.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        return future
 
 
 class Script:
@@ -308,6 +344,11 @@ def _complaints(function: dict[str, Any]) -> Iterator[Finding]:
             yield Finding("warn", f"tools: {name}: argument {argument} has no type; give it a type hint")
         if not spec.get("description", "").strip():
             yield Finding("warn", f"tools: {name}: argument {argument} has no description; name it under Args: in the docstring")
+
+
+def _some(boundaries: Sequence[Boundary]) -> list[Boundary]:
+    """The first, the middle and the last: replaying all of a long episode would take the square of its turns."""
+    return [boundaries[place] for place in sorted({0, len(boundaries) // 2, len(boundaries) - 1})] if boundaries else []
 
 
 COMPARED = ("turn", "state_hash", "context_hash", "response_ids", "observation", "reward", "tool_calls", "malformed_calls", "failed_calls")

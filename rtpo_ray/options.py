@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import field
@@ -15,6 +16,13 @@ def opt(default: Any, doc: str, *, choices: Sequence[str] = (), least: float | N
         most: float | None = None, why: str = "") -> Any:
     """A field with its documentation and the cheap checks (choices, least <= value <= most, above < value); `why` there is a least."""
     return field(default=default, metadata={"doc": doc, "choices": tuple(choices), "least": least, "above": above, "most": most, "why": why})
+
+
+def misfit(parameter: inspect.Parameter, value: Any) -> str:
+    """What plain type a constructor's parameter wants, when `value` has another; empty when it fits or cannot be told."""
+    expected = PLAIN.get(str(parameter.annotation))
+    wrong = expected is not None and (not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected))
+    return str(parameter.annotation) if wrong else ""
 
 
 def complaint(value: Any, spec: dataclasses.Field[Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,20 @@ def load_class(name: str, base: type) -> type[Any]:
 
 def source_of(name: str) -> bytes:
     """What the file of `file.py:Class` holds; nothing when `name` is no such name."""
-    file = Path(name.rpartition(":")[0])
-    return file.read_bytes() if file.suffix == ".py" else b""
+    file, _, attribute = name.rpartition(":")
+    return Path(file).read_bytes() if attribute.isidentifier() and file.endswith(".py") and Path(file).is_file() else b""
+
+
+def _name(path: Path) -> str:
+    """Of a module, out of where its file lies in the working directory, of which every process of a run has its own copy."""
+    inside = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(path.name)
+    return re.sub(r"\W", "_", str(inside.with_suffix("")))
 
 
 @functools.cache
 def _load(path: str, kind: str) -> Any:
     """The module in the file `path`; every process loads it for itself, and finds it by a name that does not say where the file is."""
-    spec = importlib.util.spec_from_file_location(f"rtpo_ray_{kind}_{Path(path).stem}", path)
+    spec = importlib.util.spec_from_file_location(f"rtpo_ray_{kind}_{_name(Path(path))}", path)
     assert spec is not None and spec.loader is not None, f"{path} is no Python file"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up

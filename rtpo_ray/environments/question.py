@@ -30,6 +30,9 @@ class Question(ToolEnvironment):
     def __init__(self, grader: Spec = "math", tools: Sequence[Spec] = (), prompt: str = "{question}", system: str = "",
                  examples: Sequence[dict[str, str]] = ()) -> None:
         self._grader = rewards.build(grader)
+        for name, value in (("tools", tools), ("examples", examples)):
+            if isinstance(value, str):
+                raise ValueError(f"{name} is {value!r}; expected a list")
         super().__init__([_toolset(spec) for spec in tools])
         self.prompt, self.system = prompt, system
         asked = dict.fromkeys(field for _, field, _, _ in string.Formatter().parse(prompt) if field is not None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rtpo_ray import environments
 from rtpo_ray.engines.base import Engine
-from rtpo_ray.environments.base import Environment, Step, ToolEnvironment
+from rtpo_ray.environments.base import Environment, Observation, Step, ToolEnvironment
 from rtpo_ray.episodes.contexts import Append, ChatTemplate, build_context
 from rtpo_ray.errors import ContextMismatch
 from rtpo_ray.types import Boundary, Completion, Rollout, Sampling, Task, TurnRecord, context_hash, derive_seed
@@ -69,14 +69,15 @@ class Episode:
         self._row: dict[str, Any] = {}
         self._texts: list[str] = []  # responses so far, for replay
         self.turn = 0
+        self.first = Observation("")
 
     def reset(self, task: Task) -> None:
         """Start a task from its first observation."""
         self._seed, self._row, self._texts, self.turn = task.seed, task.payload, [], 0
         self._environment.row = self._row
-        first = self._environment.reset(task.seed)
+        self.first = self._environment.reset(task.seed)
         for builder in self._builders:
-            builder.start(self._environment.system, self._environment.tools(), first)
+            builder.start(self._environment.system, self._environment.tools(), self.first)
 
     @property
     def environment(self) -> Environment:

@@ -34,9 +34,9 @@ def summarise(counts: Counts, k: int) -> dict[str, float | int | None]:
     low, high = interval(success, tasks)
     found: dict[str, float | int | None] = {
         "success": success, "success_low": low, "success_high": high, "samples": k, "return_mean": rate(counts.returns, counts.judged),
-        "turns_mean": rate(counts.turns, counts.episodes), "tool_calls_mean": rate(counts.tool_calls, counts.episodes),
+        "turns_mean": rate(counts.turns, counts.judged), "tool_calls_mean": rate(counts.tool_calls, counts.judged),
         "executed_calls": counts.tool_calls - counts.malformed_calls, "failed_calls": counts.failed_calls, "malformed_calls": counts.malformed_calls,
-        "truncation_rate": rate(counts.cut, counts.episodes), "tokens_per_success": rate(counts.generated_tokens, counts.successes)}
+        "truncation_rate": rate(counts.cut, counts.judged), "tokens_per_success": rate(counts.generated_tokens, counts.successes)}
     if k > 1:
         found["pass_at_k"] = pass_at(counts.tasks, k)
         found["pass_at_k_low"], found["pass_at_k_high"] = interval(found["pass_at_k"], tasks)

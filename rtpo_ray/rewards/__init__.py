@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from rtpo_ray.options import misfit
 from rtpo_ray.plugins import load_class
 from rtpo_ray.rewards.base import Grader
 from rtpo_ray.rewards.judge import Judge
@@ -34,4 +35,7 @@ def build(spec: str | Mapping[str, Any]) -> Grader:
         raise ValueError(f"the grader {name!r} has no option {unknown[0]!r}; valid options: {', '.join(parameters)}")
     if missing := [key for key, parameter in parameters.items() if parameter.default is parameter.empty and key not in options]:
         raise ValueError(f"the grader {name!r} needs the option {missing[0]!r}; valid options: {', '.join(parameters)}")
+    for key, value in options.items():
+        if wanted := misfit(parameters[key], value):
+            raise ValueError(f"the grader {name!r}: {key} is {value!r}; expected {wanted}")
     return kind(**options)

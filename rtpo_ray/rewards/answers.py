@@ -11,6 +11,8 @@ from rtpo_ray.errors import GraderError
 
 _NUMBER = re.compile(r"(?:(?<![\w)}])-)?(?:\\[dt]?frac\{\d+\}\{\d+\}|\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?(?:/\d+)?|\.\d+)(?:\s*\\?%)?")
 _STATED = re.compile(r"\banswer(?:\s+is|\s*:)[ \t:*]*([^\n]+)", re.IGNORECASE)
+_ADVERB = re.compile(r"^(?:(?:therefore|thus|hence|so|then|simply|clearly|indeed|just|exactly|equal to)\b[ ,:]*)+", re.IGNORECASE)
+_HEADING = re.compile(r"[*_ ]*[A-Za-z][A-Za-z'-]{2,}[*_:.]*(?: .*)?")  # such as "Step 2: add" or "Final answer"
 _SENTENCE_END = re.compile(r"\.(?:\s|$)")
 _AMOUNT = re.compile(rf"(?:\\?\$|€|£)?\s*({_NUMBER.pattern})(?:\s+(?!(?:sin|cos|tan|log|exp)\b)[A-Za-z]{{3}}[A-Za-z ]*)?")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
@@ -24,28 +26,29 @@ def after_thinking(response: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` (or `\fbox{...}`) that is closed; None without one."""
+    r"""The content of the last `\boxed{...}` (or `\fbox{...}`) that is closed and not empty; None without one."""
     opened: list[int] = []  # where the content begins of the boxes and, as -1, other braces that are open
     start, content = -1, None
     for brace in re.finditer(r"\\f?boxed\s*\{|\\.|[{}]", text, re.DOTALL):
         if brace.group()[-1] == "{" and brace.group() != "\\{":
             opened.append(brace.end() if len(brace.group()) > 1 else -1)
-        elif brace.group() == "}" and opened and (begin := opened.pop()) > start:
-            start, content = begin, text[begin:brace.start()].strip()
+        elif brace.group() == "}" and opened and (begin := opened.pop()) > start and (inner := text[begin:brace.start()].strip()):
+            start, content = begin, inner
     return content
 
 
 def math_answer(text: str, last_number: bool) -> str | None:
-    r"""The answer to a mathematical question: the last `\boxed{}`, else what follows the last `####`, else the last "answer is",
-    else, when `last_number`, the last number; None without any of these."""
-    if (found := boxed(text)) is not None:
+    r"""The answer to a mathematical question: the last `\boxed{}`, else what follows the last `####`, unless that is a heading, else the last
+    "answer is", else, when `last_number`, the last number, else the heading; None without any of these."""
+    if found := boxed(text):
         return found
-    if (found := hashed(text)) is not None:
+    found = hashed(text)
+    if found is not None and not _HEADING.fullmatch(found):
         return found
     if stated := _STATED.findall(text):
-        return _phrase(stated[-1])
-    numbers = _NUMBER.findall(text) if last_number else []
-    return numbers[-1] if numbers else None
+        return _phrase(_ADVERB.sub("", stated[-1]))
+    numbers = _NUMBER.findall(text if found is None else text.rpartition("####")[2]) if last_number else []
+    return numbers[-1] if numbers else found
 
 
 def hashed(text: str) -> str | None:

@@ -15,7 +15,7 @@ from rtpo_ray.rewards.base import Grader
 LONGEST = 10_000  # characters of an answer; what is longer is none
 
 _SPACING = re.compile(r"\\(?:left|right)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|~|\\?\$")
-_THOUSANDS = re.compile(r"(?<=\d),(?:\\!\s*|\s*\\!)(?=\d{3})")
+_THOUSANDS = re.compile(r"(?<=\d)(?:,(?:\\!\s*|\s*\\!)|\\,|\\ |~)(?=\d{3}(?!\d))")
 _WORDS = re.compile(r"\\(?:text|mbox|mathrm|textbf|textrm)\s*\{([^{}]*)\}")
 _UNIT = re.compile(r" ?(?:\\(?:text|mbox|mathrm|textrm) ?\{[^{}]*\}(?: ?\^ ?(?:\d|\{\d\}))?|\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree|°)$")
 _SPACE = re.compile(r"(?<!\d) (?!(?<=, )\d{3}(?!\d))| (?!\d)")  # one that tells 1 1/2 from 11/2, or 100, 200 from 100,200, stays

@@ -18,8 +18,10 @@ _CLOSED = {"yes", "no", "noanswer"}  # no part of such an answer is worth anythi
 
 
 def words(text: str) -> list[str]:
-    """The words of `text` as SQuAD compares them: lower case, without ASCII punctuation and articles. A text of nothing else keeps them."""
-    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split() or text.lower().split()
+    """The words of `text` as SQuAD compares them: lower case, without ASCII punctuation and articles. A text of articles alone keeps them, one of
+    punctuation alone that."""
+    plain = text.lower().translate(_PUNCTUATION)
+    return _ARTICLES.sub(" ", plain).split() or plain.split() or text.lower().split()
 
 
 class _Words(Grader):

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from rtpo_ray.options import PLAIN
+from rtpo_ray.options import misfit
 from rtpo_ray.plugins import load_class
 from rtpo_ray.tools.base import ToolError, Toolset, tool
 
@@ -34,10 +34,8 @@ def build(spec: str | Mapping[str, Any]) -> Toolset:
     for option, value in options.items():
         if option not in known:
             raise ValueError(f"toolset {name}: unknown option {option!r}; valid options: {', '.join(known) or 'none'}")
-        annotation = str(known[option].annotation)
-        expected = PLAIN.get(annotation)
-        if expected and (not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected)):
-            raise ValueError(f"toolset {name}: {option} is {value!r}; expected {annotation}")
+        if wanted := misfit(known[option], value):
+            raise ValueError(f"toolset {name}: {option} is {value!r}; expected {wanted}")
     if missing := [option for option, parameter in known.items() if parameter.default is parameter.empty and option not in options]:
         raise ValueError(f"toolset {name}: it needs {', '.join(missing)}, as in {{{name}: {{{missing[0]}: ...}}}}")
     try:

@@ -8,7 +8,7 @@ import pytest
 from families import DEEPSEEK, small_tokenizer
 
 from rtpo_ray.environments.base import Observation, Step, ToolEnvironment, tool
-from rtpo_ray.episodes.toolcalls import FORMATS, MalformedCall, ToolCall, describe_tools, recognise
+from rtpo_ray.episodes.toolcalls import FORMATS, MalformedCall, Reading, ToolCall, describe_tools, recognise
 
 SCHEMAS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {
     "x": {"type": "integer"}, "s": {"type": "string"}, "l": {"type": "array"}, "b": {"type": "boolean"}}}}},
@@ -356,3 +356,23 @@ def test_openai_reads_the_same_calls_in_harmony():
             assert found == expected, text
             seen += 1
     assert seen == 6
+
+
+@pytest.mark.parametrize("text", [
+    r"We have \[ f(x) = x^2 \] so the answer is \boxed{4}.", r"Then \left[g(x)\right] is 3.", "[f(2)]^2 is 16, so the answer is 16.",
+    "As in [Smith (2020)], the answer is 4.", "[f(2)] + [g(3)]"])
+def test_mathematics_and_citations_are_no_pythonic_calls(text):
+    assert FORMATS["pythonic"].read(text) == Reading([], text)
+
+
+OPTIONAL = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {
+    "word": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "either": {"type": ["string", "integer"]}}}}}]
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen3_coder"])
+def test_texts_that_look_like_numbers_stay_texts_where_only_a_text_fits(name):
+    written = FORMATS[name].format([ToolCall("find", {"word": "2024", "count": 3, "either": 7})])
+    assert FORMATS[name].read(written, lambda: OPTIONAL).calls == [ToolCall("find", {"word": "2024", "count": 3, "either": 7})]
+    written = FORMATS[name].format([ToolCall("find", {"word": None, "count": None, "either": "x"})])
+    assert FORMATS[name].read(written, lambda: OPTIONAL).calls == [ToolCall("find", {"word": None, "count": None, "either": "x"})]

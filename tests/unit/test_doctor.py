@@ -61,7 +61,7 @@ def test_a_sound_environment_passes_every_look(tmp_path, monkeypatch):
     found, doctor = examine(tmp_path, monkeypatch, family="chatml")
     assert {kind for lines in found.values() for kind, _ in lines} == {"ok"}, found
     assert list(found) == ["tools", "template", "contexts", "episodes", "determinism", "branching", "rewards", "masks", "seconds"]
-    assert "branching: 32 boundaries restored by its snapshot" in found["branching"][0][1]
+    assert "branching: 24 boundaries restored by its snapshot" in found["branching"][0][1]
     lines = list(show(doctor.sample, chat("chatml"), colour=False))
     first = doctor.sample.turns[0]
     assert lines[0] == f"turn 0: {len(first.context_ids)} tokens of context, {len(first.response_ids)} sampled and trained"

@@ -259,6 +259,9 @@ def test_a_worker_killed_while_it_waits_is_replaced():
     MATH.same("1", "1")
     for worker in workers():
         worker.send_signal(signal.SIGKILL)
+        until = time.monotonic() + 10
+        while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:  # the kernel takes a moment
+            assert time.monotonic() < until
     assert MATH.same("x+1", "1+x")
     assert 1 <= len(workers()) <= 2
 
@@ -379,3 +382,14 @@ def test_graders_are_built_by_name_and_travel(tmp_path):
 def test_a_mistake_in_the_spec_is_named(spec, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         build(spec)
+
+
+@pytest.mark.parametrize(("response", "gold"), [
+    ("#### Step 1: add\n2 + 3 = 5\n#### Final Answer\nThe answer is 5.", "5"), ("#### Conclusion\n\nThe answer is 5", "5"),
+    ("#### Final Answer\n5", "5"), ("#### 18 dollars", "18"), ("2 + 3 is 5\n#### Tuesday", "Tuesday"), (r"#### \frac{1}{2}", r"\frac{1}{2}"),
+    ("The answer is therefore 18", "18"), ("The answer is clearly 18.", "18"), (r"\boxed{1\,000}", "1000"), (r"\boxed{1{,}000}", "1000"),
+    (r"\boxed{5} or \boxed{}", "5"),
+])
+def test_headings_adverbs_and_empty_boxes_hide_no_answer(response, gold):
+    assert Math().grade(response, {"answer": gold}) == 1.0
+    assert Math().grade(response, {"answer": "77"}) == 0.0

@@ -45,8 +45,8 @@ def test_a_summary_leaves_failed_episodes_out_of_the_shares():
     found = summarise(counts, 2)
     assert found == {
         "success": 3 / 8, "success_low": pytest.approx(0.0917, abs=1e-3), "success_high": pytest.approx(0.7811, abs=1e-3), "samples": 2,
-        "return_mean": 3.5 / 8, "turns_mean": 2.0, "tool_calls_mean": 1.5, "executed_calls": 13, "failed_calls": 1, "malformed_calls": 2,
-        "truncation_rate": 0.4, "tokens_per_success": 200.0, "pass_at_k": 0.5, "pass_at_k_low": pytest.approx(0.15, abs=1e-3),
+        "return_mean": 3.5 / 8, "turns_mean": 20 / 8, "tool_calls_mean": 15 / 8, "executed_calls": 13, "failed_calls": 1, "malformed_calls": 2,
+        "truncation_rate": 0.5, "tokens_per_success": 200.0, "pass_at_k": 0.5, "pass_at_k_low": pytest.approx(0.15, abs=1e-3),
         "pass_at_k_high": pytest.approx(0.85, abs=1e-3)}
     assert "pass_at_k" not in summarise(counts, 1)
     assert summarise(EpisodeCounts(), 1)["success"] is None

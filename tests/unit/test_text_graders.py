@@ -81,3 +81,10 @@ def test_hotpotqa_golds():
         assert sum(grader.grade(f"<think>x</think>So <answer>{row['answer']}</answer>", row) for row in rows) == 100
     strangers = [Exact().grade(row["answer"], other) for row in rows for other in rows if words(row["answer"]) != words(other["answer"])]
     assert (len(strangers) > 9_800, sum(strangers)) == (True, 0)
+
+
+@pytest.mark.parametrize("answer", ["A", "A.", "(A)", "a", "<answer>A</answer>"])
+@pytest.mark.parametrize("kind", [Exact, F1, Hit])
+def test_a_gold_that_is_an_article_is_a_word(kind, answer):
+    assert kind().grade(answer, {"answer": "A"}) == 1.0
+    assert kind().grade("B", {"answer": "A"}) == 0.0

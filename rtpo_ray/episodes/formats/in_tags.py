@@ -33,7 +33,7 @@ class Tagged(CallFormat):
             reason = f"tool call must look like {self.form}" if whole else f"tool call is not closed by {self.closer}"
             return [MalformedCall(reason)], close.end() if close else len(text)
         types = _types(head.group(1), tools())
-        return [ToolCall(head.group(1), {name: _value(value, types.get(name)) for name, value in texts.items()})], tail.end()
+        return [ToolCall(head.group(1), {name: _value(value, types.get(name, set())) for name, value in texts.items()})], tail.end()
 
 
 class Qwen3Coder(Tagged):
@@ -76,21 +76,29 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _types(name: str, schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The declared type of every parameter of the tool `name`."""
+def _types(name: str, schemas: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:
+    """The declared types of every parameter of the tool `name`."""
     for schema in schemas:
         if schema["function"]["name"] == name:
-            return {key: spec.get("type") for key, spec in schema["function"].get("parameters", {}).get("properties", {}).items()}
+            return {key: _declared(spec) for key, spec in schema["function"].get("parameters", {}).get("properties", {}).items()}
     return {}
 
 
-def _value(text: str, declared: Any) -> Any:
-    if declared == "string":
-        return text
+def _declared(spec: Mapping[str, Any]) -> set[str]:
+    own = spec.get("type")
+    found = set(own if isinstance(own, list) else [own] if own else [])
+    return found.union(*(_declared(one) for one in (*spec.get("anyOf", ()), *spec.get("oneOf", ()))))
+
+
+def _value(text: str, declared: set[str]) -> Any:
+    """What a parameter of these types is given: where it may be a text, it is one unless it is JSON of another of its types."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except BROKEN:
         return text
+    kind = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}.get(type(value), "string")
+    fits = kind in declared or (kind == "integer" and "number" in declared)
+    return value if "string" not in declared or (fits and kind != "string") else text
 
 
 class Pythonic(CallFormat):
@@ -99,7 +107,7 @@ class Pythonic(CallFormat):
 
     name = "pythonic"
     hints = ("<|tool_call_start|>", "<|tool_list_start|>", "func_name1(")
-    opener = r"<\|tool_call_start\|>|\[\s*(?=[A-Za-z_][\w.]*\s*\()"
+    opener = r"<\|tool_call_start\|>|(?<![\\\w])\[\s*(?=[A-Za-z_][\w.]*\s*\()"  # no bracket of mathematics
     begin, closer = "<|tool_call_start|>", "<|tool_call_end|>"
 
     def format(self, calls: Sequence[ToolCall]) -> str:
@@ -117,8 +125,12 @@ class Pythonic(CallFormat):
         try:
             tree = ast.parse(text[start:end].strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            if not tagged and not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(\s*(?:\)|[A-Za-z_]\w*\s*=)", text[start:]):
+                return [], resume  # a list in a sentence
             return [MalformedCall(f"tool calls are not a Python list of calls: {getattr(error, 'msg', error)}")], resume
         if not isinstance(tree, ast.List) or not tree.elts:
+            if not tagged:
+                return [], resume  # arithmetic with a list
             return [MalformedCall("tool calls must be a list, [name(key=value)]")], resume
         return [_called(node) for node in tree.elts], resume
 
