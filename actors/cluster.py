@@ -169,6 +169,7 @@ class EvaluatorActor(CoordinatorActor):
     def event(self) -> Event:
         quiet_ray_data()
         tasks = tasks_of(self._config)
+        tasks.held_out(1)  # reads the files, before anyone starts who would wait for them
         pool, _ = spawn_pool(self._config, self._model_path)
         return next(Evaluator(config=self._config, pool=pool, publisher=AsLoaded(pool), tasks=tasks).evaluate(0, 0))
 
@@ -178,6 +179,7 @@ def build_coordinator(config: Config, model_path: str) -> Coordinator:
     quiet_ray_data()
     start = config.cluster.start_timeout
     algorithm, tasks = algorithms.build(config.algorithm), tasks_of(config)
+    first = tasks.training(0, 1)[0]  # reads the files, before anyone starts who would wait for them
     pool, filling = spawn_pool(config, model_path)
     gang = LearnerGang(config, model_path, algorithm.objective)  # loads while the engines start
     wait_for(filling, start + 60, "the first generators to start")
@@ -185,14 +187,16 @@ def build_coordinator(config: Config, model_path: str) -> Coordinator:
     publisher = WeightPublisher(
         gang, pool, config.weights, temperature=config.sampling.temperature, device="cuda" if config.generators.gpus else "cpu",
         start_timeout=start, patience=config.cluster.patience,
-        probe_context=wait_for(example.first_context.remote(tasks.training(0, 1)[0]), start, "a first context"))
+        probe_context=wait_for(example.first_context.remote(first), start, "a first context"))
     return Coordinator(config=config, algorithm=algorithm, pool=pool, gang=gang, publisher=publisher, tasks=tasks)
 
 
 def tasks_of(config: Config) -> TaskSource:
     """Where the configured tasks come from, with what is read of their files on the coordinator's node."""
     home = ray.get_runtime_context().get_node_id() if config.generators.resource else ""
-    return source_of(config, environments.build(config.environment).fields, home)
+    environment = environments.build(config.environment)
+    environment.close()
+    return source_of(config, environment.fields, home)
 
 
 def quiet_ray_data() -> None:

@@ -16,6 +16,7 @@ the run's ledger first. A run that was killed, and one whose learner is lost, go
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -35,7 +36,8 @@ from pipelines.counts import EpisodeCounts, StageCounts
 from pipelines.tasks import TaskSource
 from rtpo_ray.algorithms.base import Algorithm, Stage
 from rtpo_ray.config import Config
-from rtpo_ray.errors import CheckpointError, ConservationError, DeadlineExceeded, LearnerLost, RtpoError, WeightSyncError
+from rtpo_ray.errors import CheckpointError, ConservationError, DataError, DeadlineExceeded, LearnerLost, RtpoError, WeightSyncError
+from rtpo_ray.folders import write_whole
 from rtpo_ray.ledger import Ledger, Progress, state_folder, trunks_folder
 from rtpo_ray.reports.scores import rate
 from rtpo_ray.types import UpdateResult, derive_seed
@@ -64,6 +66,7 @@ class Coordinator(Evaluator):
     def run(self, folder: str, reason: str = "") -> Iterator[Event]:
         """Train, or go on with what `folder` holds of this run, because of `reason`; events as they happen."""
         self._folder = folder
+        self._check_tasks(Path(folder) / "data.json")
         with Ledger(folder) as self._ledger:
             in_vain, last = 0, Progress(sweep=-1)  # losses of the learner that the run went on from at one and the same point
             while True:
@@ -82,6 +85,16 @@ class Coordinator(Evaluator):
                     self._gang.restart()
                 except DeadlineExceeded as error:
                     raise DeadlineExceeded(f"{self.doing.what}: {error}") from error
+
+    def _check_tasks(self, kept: Path) -> None:
+        """Whether the files of tasks are those that the run began with: in others the same places hold other tasks. Raises DataError."""
+        found = self._tasks.fingerprints()
+        before = json.loads(kept.read_text()) if kept.exists() else found
+        if changed := [field for field in found if before.get(field) != found[field]]:
+            raise DataError(f"the files of {changed[0]} are not those that the run began with: their rows have changed, so held-out tasks and "
+                            "the order would too; give it the old ones, or begin another run")
+        if found and not kept.exists():
+            write_whole(kept, json.dumps(found))
 
     def _walk(self) -> Iterator[Event]:
         """From where the run stands to its end."""

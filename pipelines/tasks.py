@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import hashlib
 import itertools
 import json
 import random
@@ -31,6 +32,9 @@ class TaskSource(Protocol):
     def held_out(self, count: int) -> list[Task]:
         """At most `count` held-out tasks, the same for every run seed so that runs can be compared."""
 
+    def fingerprints(self) -> dict[str, str]:
+        """What the tasks are made of, by field of the configuration: a run that goes on must find the same."""
+
 
 class SeedTasks:
     """The environment makes a task from its seed; every task of a run is used once."""
@@ -44,6 +48,9 @@ class SeedTasks:
 
     def held_out(self, count: int) -> list[Task]:
         return [Task(task_id=f"held-out-{index}", seed=derive_seed("held-out", index)) for index in range(count)]
+
+    def fingerprints(self) -> dict[str, str]:
+        return {}
 
 
 class FileTasks:
@@ -76,6 +83,9 @@ class FileTasks:
         return [Task(task_id=f"held-out-{index}", seed=derive_seed("held-out", index), payload=row)
                 for index, row in zip(indices, rows.take(indices), strict=True)]
 
+    def fingerprints(self) -> dict[str, str]:
+        return {field: self._open(field).fingerprint for field in ("data.train", "data.held_out") if getattr(self._data, field.partition(".")[2])}
+
     @functools.cached_property
     def _split(self) -> tuple[list[int], list[int]]:
         """The rows of data.train to train on, in the file's order, and those held out of it, at random: the same for every run seed."""
@@ -105,7 +115,8 @@ class Rows:
         found.set_name("data")
         self._blocks = found.materialize().to_arrow_refs()
         places = sorted((*place, number) for number, place in enumerate(self._places()) if place)  # blocks come as they are ready
-        self._ordered = [(number, size) for *_, size, number in places]
+        self._ordered = [(number, size) for *_, size, _, number in places]
+        self.fingerprint = hashlib.blake2b(repr([place[:-1] for place in places]).encode(), digest_size=8).hexdigest()
         self._ends = list(itertools.accumulate(size for _, size in self._ordered))
         if not self._ends:
             raise DataError(f"field {field} is {name!r}: its {len(files)} files hold no row")
@@ -157,8 +168,12 @@ def _read(files: pa.Table, *, columns: dict[str, str], fields: tuple[str, ...]) 
 
 
 def _place(block: pa.Table) -> tuple[int, ...]:
-    """(number of the file, where in it the block begins, how many rows it has); nothing for an empty one, which has lost its columns."""
-    return (block["number"][0].as_py(), block["place"][0].as_py(), len(block)) if len(block) else ()
+    """(number of the file, where in it the block begins, how many rows it has, hash of the rows); nothing for an empty one, which has lost its
+    columns."""
+    if not len(block):
+        return ()
+    rows = hashlib.blake2b("\n".join(block["row"].to_pylist()).encode(), digest_size=8)
+    return block["number"][0].as_py(), block["place"][0].as_py(), len(block), int.from_bytes(rows.digest(), "big")
 
 
 def _pick(block: pa.Table, offsets: list[int]) -> list[str]:

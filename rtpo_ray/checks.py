@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 from collections.abc import Sequence
@@ -22,9 +23,11 @@ DATA_CPUS = 1  # logical CPUs that Ray Data's own tasks need beside learner and 
 def check_together(config: Config) -> None:
     """Fields that exclude each other."""
     sampling, generators = config.sampling, config.generators
-    branching = _check_algorithm(config)
-    _check_environment_args(config, branching, _here(config))
+    _check_algorithm(config)
+    _check_environment_args(config, _here(config))
     _check_chat(config)
+    if config.learner.lora_rank and _here(config) and importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"field learner.lora_rank is {config.learner.lora_rank}, which needs peft: pip install 'rtpo-ray[lora]'")
     if not config.run.name.isprintable() or not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
         raise ConfigError(f"field run.name is {config.run.name!r}; expected a plain folder name")
     if config.warm_start.noise > 1:
@@ -73,8 +76,8 @@ def _check_chat(config: Config) -> None:
                           "empty: the tiny model is taught hermes calls and its chat template shows the tools; set model.path")
 
 
-def _check_algorithm(config: Config) -> bool:
-    """Build the method once: it knows what is valid. Returns whether it branches."""
+def _check_algorithm(config: Config) -> None:
+    """Build the method once: it knows what is valid."""
     name, args = config.algorithm.name, dict(config.algorithm.args)
     try:
         algorithms.find(name)
@@ -92,10 +95,9 @@ def _check_algorithm(config: Config) -> bool:
     except Exception as error:  # as above
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ConfigError(f"field algorithm.name is {name!r}: {kind}{error}") from error
-    return method.branching
 
 
-def _check_environment_args(config: Config, branching: bool, here: bool) -> None:
+def _check_environment_args(config: Config, here: bool) -> None:
     """Build the environment once: its constructor knows what is valid. `here`: whether it will run on this machine, with its secrets."""
     environment = config.environment
     name = environment.path or environment.name
@@ -114,7 +116,10 @@ def _check_environment_args(config: Config, branching: bool, here: bool) -> None
         return
     try:
         built = environments.build(environment)
-        built.check(environment.max_turns)
+        try:
+            built.check(environment.max_turns)
+        finally:
+            built.close()
     except FileNotFoundError as error:
         if not here:
             return
@@ -124,8 +129,9 @@ def _check_environment_args(config: Config, branching: bool, here: bool) -> None
         message = conceal(f"{kind}{error}", dict(environment.args))
         raise ConfigError(f"environment.args {dict(environment.args)} of {name!r}: {message}") from error
     _check_data(config.data, config.run, name, built.fields)
-    if branching and (reason := built.branching_error()):
-        raise ConfigError(f"environment.args {dict(environment.args)} of {name!r}, with algorithm.name={config.algorithm.name}: {reason}")
+    if built.longest_wait > environment.step_timeout:
+        raise ConfigError(f"field environment.step_timeout is {environment.step_timeout:g}, but what {name!r} waits for in a step may take "
+                          f"{built.longest_wait:g} s by its own deadlines; raise it above that, or lower those")
 
 
 def _check_data(data: DataConfig, run: RunConfig, name: str, fields: Sequence[str]) -> None:
@@ -146,18 +152,45 @@ def _check_data(data: DataConfig, run: RunConfig, name: str, fields: Sequence[st
                           "run.eval_tasks=0")
 
 
+def check_branching(config: Config) -> None:
+    """Whether siblings can start where the method wants them to."""
+    environment = config.environment
+    missing = any(variable not in os.environ for variable in named(dict(environment.args)))
+    if not algorithms.build(config.algorithm).branching or (missing and not _here(config)):
+        return
+    try:
+        built = environments.build(environment)
+    except FileNotFoundError:  # elsewhere, or said already
+        return
+    try:
+        reason = built.branching_error()
+    finally:
+        built.close()
+    if reason:
+        name = environment.path or environment.name
+        raise ConfigError(f"environment.args {dict(environment.args)} of {name!r}, with algorithm.name={config.algorithm.name}: "
+                          f"{conceal(reason, dict(environment.args))}")
+
+
 def check_files(config: Config, learn: bool) -> None:
     """Whether the files are there that training, or an evaluation alone, reads."""
     data = config.data
     if learn and data.held_out and not data.train:
         raise ConfigError(f"field data.train is empty; expected files to train on beside data.held_out ({data.held_out!r})")
+    if data.held_out and data.held_out_share:
+        raise ConfigError(f"field data.held_out_share is {data.held_out_share:g} beside data.held_out ({data.held_out!r}), where it would do "
+                          "nothing; set one of them")
     wanted = {"train": data.train if learn or not data.held_out else "", "held_out": data.held_out if config.run.eval_tasks else ""}
+    found: dict[str, list[str]] = {}
     for name, files in wanted.items():
         if files and _here(config):
             try:
-                find_files(f"data.{name}", files)
+                found[name] = find_files(f"data.{name}", files)
             except DataError as error:
                 raise ConfigError(str(error)) from error
+    if both := set(found.get("train", [])) & set(found.get("held_out", [])):
+        raise ConfigError(f"field data.held_out is {data.held_out!r}: {sorted(both)[0]} is among the files of data.train too; held-out tasks must "
+                          "not be trained on. Name other files, or set data.held_out_share instead")
 
 
 def _here(config: Config) -> bool:

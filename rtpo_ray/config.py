@@ -251,6 +251,8 @@ def load_layers(layers: Sequence[tuple[str, DictConfig]], *, learn: bool = True)
         raise ConfigError(f"field {getattr(error, 'full_key', None) or '?'}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
     checks.check_files(config, learn)
+    if learn:
+        checks.check_branching(config)
     checks.check_placement(config, learn)
     return config
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,12 @@ def find_files(field: str, name: str) -> list[str]:
     path = Path(name).expanduser()
     if path.is_dir():
         found = sorted(str(file) for kind in READERS for file in path.rglob(f"*{kind}") if not _is_description(file))
+        splits = sorted({part for file in found for part in SPLITS.findall(str(Path(file).relative_to(path)))})
+        if len(splits) > 1:
+            raise DataError(f"field {field} is {name!r}, a folder of several splits ({', '.join(splits)}); name the files of one, for example by a "
+                            f"pattern such as {name}/**/*{splits[0]}*")
+    elif path.is_file():
+        found = [str(path)]
     else:
         found = sorted(glob.glob(str(path), recursive=True))
     if not found:
@@ -35,6 +42,9 @@ def find_files(field: str, name: str) -> list[str]:
         if Path(file).suffix not in READERS:
             raise DataError(f"field {field} is {name!r}: {file} is of a kind that is not read; expected {', '.join(READERS)}")
     return [str(Path(file).resolve()) for file in found]
+
+
+SPLITS = re.compile(r"(?:^|/)(train|test|validation|valid|dev|eval)(?=[-_./])")
 
 
 def _is_description(file: Path) -> bool:

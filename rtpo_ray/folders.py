@@ -1,7 +1,8 @@
-"""Folders that one process at a time works in."""
+"""Folders that one process at a time works in, and files that are there whole or not at all."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from rtpo_ray.errors import ConfigError
+
+
+def write_whole(path: Path, text: str) -> None:
+    """At once or not at all: a full disk or a kill leaves what was there."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)
 
 
 @contextmanager

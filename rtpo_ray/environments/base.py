@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pickle
 import random
@@ -68,6 +69,7 @@ class Environment:
     unsaved: tuple[str, ...] = ()
     system: str = ""
     fields: tuple[str, ...] = ()
+    longest_wait: float = 0.0  # seconds that a step may take by the deadlines of its own parts, where they are known
     row: Mapping[str, Any] = {}
 
     def __init__(self) -> None:
@@ -129,6 +131,7 @@ class ToolEnvironment(Toolset, Environment):
     def __init__(self, toolsets: Sequence[Toolset] = ()) -> None:
         super().__init__()
         self.toolsets = tuple(toolsets)
+        self.longest_wait = max((toolset.longest_wait for toolset in self.toolsets), default=0.0)
 
     def tools(self) -> list[dict[str, Any]]:
         return [schema for provider in self._providers() for schema in provider.schemas()]
@@ -151,8 +154,9 @@ class ToolEnvironment(Toolset, Environment):
                     info={"tool_calls": len(reading.calls), "malformed_calls": kinds.count("malformed"), "failed_calls": kinds.count("failed")})
 
     def close(self) -> None:
-        for toolset in self.toolsets:
-            toolset.close()
+        with contextlib.ExitStack() as every:  # also when one of them raises
+            for toolset in self.toolsets:
+                every.callback(toolset.close)
 
     def _providers(self) -> tuple[Toolset, ...]:
         return (self, *self.toolsets)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rtpo_ray.data import read_rows
 from rtpo_ray.environments.base import Observation, Step, ToolEnvironment, ToolError
 from rtpo_ray.environments.foreign import optional, state_hash
 from rtpo_ray.episodes.toolcalls import ToolCall
@@ -35,8 +36,8 @@ _NEW = "These functions are available from now on:\n"
 def join(questions: Path, answers: Path, out: Path) -> int:
     """Write the tasks of the two files of a split, BFCL_v4_multi_turn_*.json and the one of the same name in possible_answer, as one jsonl
     file that `BFCL` reads. Returns how many. Raises DataError when a task has no answer."""
-    truth = {answer["id"]: answer["ground_truth"] for answer in map(json.loads, answers.read_text().splitlines())}
-    tasks = list(map(json.loads, questions.read_text().splitlines()))
+    truth = {answer["id"]: answer["ground_truth"] for answer in read_rows(str(answers))}
+    tasks = list(read_rows(str(questions)))
     missing = [task["id"] for task in tasks if task["id"] not in truth]
     if missing:
         raise DataError(f"{answers} has no answer to {len(missing)} of the {len(tasks)} tasks of {questions}, such as {missing[0]}; "
@@ -264,7 +265,7 @@ def _documents(name: str) -> list[dict[str, Any]]:
     from bfcl_eval.constants.executable_backend_config import MULTI_TURN_FUNC_DOC_FILE_MAPPING
 
     file = Path(bfcl_eval.__file__).parent / "data" / "multi_turn_func_doc" / MULTI_TURN_FUNC_DOC_FILE_MAPPING[name]
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.read_text().split("\n") if line]
 
 
 def _schema(document: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,8 @@ class Question(ToolEnvironment):
             raise ValueError(f"prompt is {prompt!r}; expected fields of the row in braces, such as {{question}}, and other braces doubled")
         self.fields = tuple(dict.fromkeys([*asked, *self._grader.fields]))
         self.examples = tuple(_message(one) for one in examples)
-        self.unsaved = ("fields", "prompt", "system", "examples", "_grader")  # the same in every episode
+        self.unsaved = ("longest_wait", "fields", "prompt", "system", "examples", "_grader")  # the same in every episode
+        self.longest_wait = max(self.longest_wait, self._grader.longest_wait)
         self.instant = self._grader.instant and all(toolset.instant for toolset in self.toolsets)
         self.replay = any(toolset.replay for toolset in self.toolsets)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rtpo_ray.config import Config, to_yaml
+from rtpo_ray.folders import write_whole
 from rtpo_ray.ledger import Ledger
 
 Event = dict[str, Any]
@@ -29,7 +29,7 @@ class Tracker:
         if (folder / METRICS).exists() and not resume:
             raise FileExistsError(f"{folder} holds a run already; choose another run.name or remove the folder")
         folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(folder / "config.yaml", to_yaml(config))
+        write_whole(folder / "config.yaml", to_yaml(config))
         self._folder, self._say, self._sweeps, self._budget, self._tokens = folder, say, config.run.sweeps, config.run.tokens, 0
         self._began = 0.0  # share of the training that was done when this process began with it
         self._since = time.monotonic()
@@ -58,7 +58,7 @@ class Tracker:
             events = [event for event in ledger.events() if event["time"] <= resume["time"]]
         self._metrics.close()
         known = {json.loads(line)["time"] for line in (self._folder / METRICS).read_text().splitlines() if line.endswith("}")}
-        _write_whole(self._folder / METRICS, "".join(json.dumps(event, allow_nan=False) + "\n" for event in events))
+        write_whole(self._folder / METRICS, "".join(json.dumps(event, allow_nan=False) + "\n" for event in events))
         self._metrics = (self._folder / METRICS).open("a", buffering=1)
         self._tokens = sum(_trained_on(event) for event in events)
         return [event for event in events if event["time"] not in known]
@@ -85,13 +85,6 @@ class Tracker:
     def _share(self, sweeps: int) -> float:
         """Of the training, after so many sweeps and the tokens so far."""
         return max(sweeps / max(self._sweeps, 1), self._tokens / self._budget if self._budget else 0.0)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """At once or not at all: a full disk or a kill leaves what was there."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    os.replace(part, path)
 
 
 def _trained_on(event: Event) -> int:

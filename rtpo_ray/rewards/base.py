@@ -16,12 +16,14 @@ class Grader(ABC):
 
     Attributes:
         instant: declare True when it takes well under a millisecond and waits for nothing.
+        longest_wait: seconds that a verdict may take by the grader's own deadlines, 0 where it has none.
         fields: of the task's row of data that it reads.
         counts: why responses were worth 0 without having been found wrong, as reason -> how many, since the object was made:
             no_answer (nothing that could be judged), too_long, overrun (could not be evaluated in time).
     """
 
     instant: bool = False
+    longest_wait: float = 0.0
     fields: tuple[str, ...] = ("answer",)
 
     def __init__(self) -> None:

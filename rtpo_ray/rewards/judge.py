@@ -55,7 +55,7 @@ class Judge(Grader):
         gold: the field with the right answer: a text, a number, or a list of which any one is right.
     """
 
-    def __init__(self, url: str, model: str, key: str = "", prompt: str = PROMPT, seconds: float = 30.0, retries: int = 3, max_tokens: int = 1024,
+    def __init__(self, url: str, model: str, key: str = "", prompt: str = PROMPT, seconds: float = 10.0, retries: int = 2, max_tokens: int = 1024,
                  question: str = "question", gold: str = "answer") -> None:
         super().__init__()
         if seconds <= 0:
@@ -68,6 +68,8 @@ class Judge(Grader):
         self.seconds, self.retries, self.max_tokens = seconds, retries, max_tokens
         self.question, self.gold = question, gold
         self.fields = (question, gold)
+        # the client's own timeout is one of silence: a server that drips would hold it for ever
+        self.longest_wait = (1 + retries) * (seconds + _BACKOFF)
 
     def grade(self, response: str, row: Mapping[str, Any]) -> float:
         right = golds(row, self.gold)
@@ -87,9 +89,8 @@ class Judge(Grader):
 
         reply = ""
         tries = 1 + self.retries
-        limit = tries * (self.seconds + _BACKOFF)  # the client's own timeout is one of silence: a server that drips would hold it for ever
         try:
-            async with (asyncio.timeout(limit),
+            async with (asyncio.timeout(self.longest_wait),
                         openai.AsyncOpenAI(base_url=self.url, api_key=self.key or "none", timeout=self.seconds, max_retries=self.retries) as client):
                 for _ in range(tries):
                     made = await client.chat.completions.create(model=self.model, temperature=0.0, max_tokens=self.max_tokens,
@@ -98,7 +99,7 @@ class Judge(Grader):
                     if (score := verdict(reply)) is not None:
                         return score
         except (openai.OpenAIError, TimeoutError, ValueError) as error:  # ValueError: a body that is no JSON
-            said = str(error) or f"no whole reply within {limit:g} s"
+            said = str(error) or f"no whole reply within {self.longest_wait:g} s"
             said = said.replace(self.key, "***") if self.key else said
             raise GraderError(f"the judge {self.model} at {self.url} gave no verdict: {type(error).__name__}: {said}") from error
         raise GraderError(f"the judge {self.model} at {self.url} gave no verdict in {tries} tries; its last reply was {reply[-500:]!r}")

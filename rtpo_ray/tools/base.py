@@ -41,11 +41,13 @@ class Toolset:
 
     Attributes:
         instant: declare True when every call takes well under a millisecond and waits for nothing.
+        longest_wait: seconds that a call may take by the tool's own deadlines, 0 where it has none; environment.step_timeout must be above it.
         replay: declare True when the state cannot be pickled; a snapshot is then the seed and the responses so far.
     """
 
     instant: bool = False
     replay: bool = False
+    longest_wait: float = 0.0
 
     def schemas(self) -> list[dict[str, Any]]:
         """JSON schemas of the tools, made by transformers from hints and docstrings."""

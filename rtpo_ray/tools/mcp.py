@@ -41,7 +41,7 @@ class Mcp(Toolset):
     _closed = False
 
     def __init__(self, command: str = "", args: Sequence[str] = (), env: Mapping[str, str] | None = None, url: str = "", seconds: float = 30.0,
-                 start_seconds: float = 60.0, tools: Sequence[str] = (), replay: str = "refuse", stateless: bool = False,
+                 start_seconds: float = 25.0, tools: Sequence[str] = (), replay: str = "refuse", stateless: bool = False,
                  output_chars: int = 10_000) -> None:
         if bool(command) == bool(url):
             raise ValueError(f"command is {command!r} and url is {url!r}; expected exactly one of them")
@@ -57,6 +57,7 @@ class Mcp(Toolset):
         address = (command, tuple(map(str, args)), tuple(sorted((name, str(value)) for name, value in (env or {}).items())), url)
         self.key = hashlib.blake2b(repr(address).encode(), digest_size=8).hexdigest()
         _addresses[self.key] = address
+        self.longest_wait = start_seconds + seconds
         self.seconds, self.start_seconds, self.offered, self.output_chars = seconds, start_seconds, tuple(tools), output_chars
         self.stateless, self.on_copy = stateless, replay
         self.calls: list[tuple[str, str, str, bool]] = []  # tool, arguments as JSON, result, whether it is an error: what a stateful server has seen

@@ -37,6 +37,7 @@ class Python(Toolset):
         if isolation not in ("require", "best-effort"):
             raise ValueError(f"isolation is {isolation!r}; expected 'require' or 'best-effort'")
         self.seconds, self.memory, self.output, self.isolation = seconds, memory, output, isolation
+        self.longest_wait = seconds
         self.cells: list[tuple[str, str]] = []  # (code, output) of the calls so far, but for those that killed their session
         self._session: Session | None = None
 

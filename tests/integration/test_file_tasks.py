@@ -55,6 +55,16 @@ def test_every_epoch_holds_every_row_once_and_goes_on_across_sweeps(files):
     assert numbers(source(files, shuffle=False).training(1, 15)) == [*range(15, 23), *range(7)]
 
 
+def test_fingerprints_are_those_of_the_rows(files):
+    before = source(files).fingerprints()
+    assert before == source(files, seed=9).fingerprints() and before.keys() == {"data.train"}
+    with (files / "c.jsonl").open("a") as file:
+        file.write(json.dumps(ROWS[0]) + "\n")
+    assert source(files).fingerprints() != before
+    both = source(files, held_out=str(files / "c.jsonl")).fingerprints()
+    assert both.keys() == {"data.train", "data.held_out"} and both["data.train"] == source(files).fingerprints()["data.train"]
+
+
 def test_a_batch_larger_than_the_files_goes_through_them_more_than_once(files):
     tasks = source(files).training(0, 50)
     assert sorted(numbers(tasks)) == sorted([*range(23)] * 2 + numbers(tasks[46:])) and len({task.task_id for task in tasks}) == 50

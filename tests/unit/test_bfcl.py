@@ -319,7 +319,7 @@ def test_mistakes_are_named(tmp_path):
         environment.reset(0)
     with pytest.raises(ValueError, match="max_calls is 0; expected at least 1"):
         BFCL(max_calls=0)
-    for name, ids in (("questions", ["a", "b"]), ("answers", ["a"])):
+    for name, ids in (("questions.json", ["a", "b"]), ("answers.json", ["a"])):
         (tmp_path / name).write_text("".join(json.dumps({"id": given, "ground_truth": []}) + "\n" for given in ids))
-    with pytest.raises(DataError, match="has no answer to 1 of the 2 tasks of .*questions, such as b; give the two files of the same split"):
-        join(tmp_path / "questions", tmp_path / "answers", tmp_path / "out")
+    with pytest.raises(DataError, match="has no answer to 1 of the 2 tasks of .*questions.json, such as b; give the two files of the same split"):
+        join(tmp_path / "questions.json", tmp_path / "answers.json", tmp_path / "out")

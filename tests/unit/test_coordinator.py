@@ -1,6 +1,7 @@
 """What the coordinator refuses and reports, and the order in which it does things, on plain numbers."""
 
 import atexit
+import json
 import shutil
 import tempfile
 from collections import Counter
@@ -16,10 +17,10 @@ from pipelines.counts import EpisodeCounts, StageCounts
 from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Stage
 from rtpo_ray.config import AlgorithmConfig, Config, EnvironmentConfig, RunConfig, SamplingConfig
-from rtpo_ray.errors import CheckpointError, ConservationError, LearnerLost, RtpoError, WeightSyncError
+from rtpo_ray.errors import CheckpointError, ConservationError, DataError, LearnerLost, RtpoError, WeightSyncError
 from rtpo_ray.ledger import Ledger, trunks_folder
 from rtpo_ray.reports.scores import rate
-from rtpo_ray.types import UpdateResult
+from rtpo_ray.types import Task, UpdateResult
 
 STAGE = Stage(turn=1, n_siblings=4)
 EPISODES = EpisodeCounts(episodes=5, boundaries=Counter({0: 5, 1: 3}))
@@ -113,6 +114,31 @@ class Walk(Coordinator):
         kinds = [event["kind"] for event in self.run(self.folder)]
         assert kinds.count("sweep") == sum("trunks" in line for line in self.log) and self.log[-1] == "export final"
         return [line for line in self.log[1:-2]]
+
+
+class Files:
+    """Tasks out of files that change."""
+
+    def __init__(self, **fingerprints):
+        self.found = {f"data.{name}": value for name, value in fingerprints.items()}
+
+    def training(self, sweep, count):
+        return [Task(task_id=str(number), seed=number) for number in range(count)]
+
+    def fingerprints(self):
+        return self.found
+
+
+def test_a_run_goes_on_with_the_files_that_it_began_with_or_not_at_all():
+    made = Walk(sweeps=1)
+    made._tasks = Files(train="x", held_out="y")
+    list(made.run(made.folder))
+    assert json.loads((Path(made.folder) / "data.json").read_text()) == {"data.train": "x", "data.held_out": "y"}
+    made._tasks = Files(train="x", held_out="z")
+    with pytest.raises(DataError, match=r"the files of data\.held_out are not those that the run began with"):
+        list(made.run(made.folder, "the run was started again"))
+    made._tasks = Files(train="x", held_out="y")
+    made._check_tasks(Path(made.folder) / "data.json")
 
 
 def test_turns_are_walked_from_the_last_to_the_first_and_every_stage_that_learned_is_pushed():

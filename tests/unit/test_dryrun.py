@@ -264,3 +264,12 @@ def test_other_families_are_counted_too():
     assert size.parameters == sum(parameter.numel() for parameter in lm.parameters())
     assert size.trained == size.held - size.parameters == 2 * 2 * (32 + 32)
     assert activations_of(blueprint(config, LearnerConfig(), "float32"), 64).layers > 2 * 64 * 32 * 4
+
+
+@pytest.mark.parametrize("size", ["1.7b", "4b", "8b"])
+@pytest.mark.parametrize("task", ["math", "hard_search", "bfcl", "appworld"])
+def test_what_is_trained_on_fits_every_shipped_machine(capsys, models, task, size):
+    code, said, error = run(capsys, "--config", CONF / f"qwen3-{size}.yaml", "--config", CONF / "benchmarks" / f"{task}.yaml",
+                            f"model.path={models / size}", "--nodes", 1)
+    assert code == 0 and said.rstrip().endswith("it fits"), error
+    assert "a sweep of rtpo, at the most: " in said

@@ -106,11 +106,70 @@ def test_files_are_looked_for_where_the_run_will_be(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path)
     assert load_config(None, [*DATA, *here]).data.train == "a.jsonl"
-    assert load_config(None, [*DATA, *here, "data.train=''", "data.held_out=a.jsonl"], learn=False).data.held_out == "a.jsonl"
+    alone = ["data.train=''", "data.held_out=a.jsonl", "data.held_out_share=0"]
+    assert load_config(None, [*DATA, *here, *alone], learn=False).data.held_out == "a.jsonl"
     corpus = "environment.args={grader: f1, tools: [{search: {corpus: gone.jsonl}}]}"
     with pytest.raises(ConfigError, match=r"corpus is 'gone\.jsonl': no such file"):
         load_config(None, [*DATA, *here, corpus])
     assert load_config(None, [*DATA, corpus]).cluster.address == "elsewhere"
+
+
+@pytest.mark.parametrize(("overrides", "wrong"), [
+    (["data.held_out=a.jsonl", "data.held_out_share=0"], r"field data\.held_out is 'a\.jsonl': .*a\.jsonl is among the files of data\.train too"),
+    (["data.held_out=b.jsonl"], "field data.held_out_share is 0.1 beside data.held_out"),
+    (["data.train=hub"], r"field data\.train is 'hub', a folder of several splits \(test, train\); name the files of one"),
+])
+def test_tasks_that_are_held_out_are_not_trained_on(tmp_path, monkeypatch, overrides, wrong):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl", "hub/data/train-0.jsonl", "hub/data/test-0.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    with pytest.raises(ConfigError, match=wrong):
+        load_config(None, [*DATA, "cluster.address=''", "cluster.local_cpus=64", *overrides])
+
+
+@pytest.mark.parametrize(("args", "wrong"), [
+    ("{tools: python}", "tools is 'python'; expected a list"),
+    ("{grader: {exact: {whole: 'no'}}}", "the grader 'exact': whole is 'no'; expected bool"),
+    ("{grader: {math: {workers: two}}}", "the grader 'math': workers is 'two'; expected int"),
+])
+def test_options_of_another_type_are_refused(args, wrong):
+    with pytest.raises(ConfigError, match=wrong):
+        load_config(None, [*DATA, f"environment.args={args}"])
+
+
+def test_a_step_must_be_given_the_time_that_its_parts_may_take():
+    judge = "environment.args={grader: {judge: {url: 'http://127.0.0.1:1/v1', model: m, seconds: 30}}}"
+    with pytest.raises(ConfigError, match=r"field environment\.step_timeout is 60, but what 'question' waits for in a step may take 114 s"):
+        load_config(None, [*DATA, judge])
+    assert load_config(None, [*DATA, judge, "environment.step_timeout=115"]).environment.step_timeout == 115
+
+
+def test_why_a_server_cannot_branch_says_no_secret(monkeypatch):
+    monkeypatch.setenv("MCP_KEY", "s3cr3t-value")
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*DATA, "environment.args={tools: [{mcp: {command: server, args: [--key, 'env:MCP_KEY']}}]}"])
+    assert "cannot be copied" in str(caught.value) and "s3cr3t" not in str(caught.value)
+    without = load_config(None, [*DATA, "environment.args={tools: [{mcp: {command: server, args: [--key, 'env:MCP_KEY']}}]}"], learn=False)
+    assert without.environment.name == "question"  # an evaluation branches nowhere
+
+
+def test_a_prompt_that_mentions_a_file_is_no_file():
+    prompt = "environment.args={prompt: '{question} Put the code in main.py: now'}"
+    assert hash_config(load_config(None, [*DATA, prompt])) != hash_config(load_config(None, DATA))
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tools.py").write_text(
+            f"from rtpo_ray.tools import Toolset, tool\nclass {folder.upper()}(Toolset):\n    def __init__(self):\n        self.own = '{folder}'\n")
+    world = Question(grader="exact", tools=["a/tools.py:A", "b/tools.py:B"])
+    before = world.state_hash()
+    world.restore(world.snapshot())
+    assert world.state_hash() == before and [toolset.own for toolset in world.toolsets] == ["a", "b"]
 
 
 def test_it_is_made_by_its_name():
