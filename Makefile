@@ -11,8 +11,10 @@ READY := $(VENV)/.ready
 train: $(READY)
 	$(BIN)/rtpo train --config conf/quickstart.yaml run.name=$(RUN) $(ARGS)
 
+# Tests without Ray side by side, then those that share one cluster and need the machine for themselves.
 test: $(READY)
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest tests/unit -n 2 $(ARGS)
+	$(BIN)/python -m pytest tests/integration tests/gpu $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """What training and sampling with a model take, before any of it is there: from config.json alone, no weights, no GPU.
 
 Parameters are counted on the model itself, built of tensors without storage; so are the activations, by running its forward pass on such
-tensors and adding up what autograd keeps. The rest is arithmetic (`rank_memory`, `engine_memory`). All sizes are bytes.
+tensors and adding up what autograd keeps. The rest is arithmetic (`rank_memory`). All sizes are bytes.
 """
 
 from __future__ import annotations

@@ -386,8 +386,10 @@ def test_a_mistake_in_the_spec_is_named(spec, message):
 
 @pytest.mark.parametrize(("response", "gold"), [
     ("#### Step 1: add\n2 + 3 = 5\n#### Final Answer\nThe answer is 5.", "5"), ("#### Conclusion\n\nThe answer is 5", "5"),
-    ("#### Final Answer\n5", "5"), ("#### 18 dollars", "18"), ("2 + 3 is 5\n#### Tuesday", "Tuesday"), (r"#### \frac{1}{2}", r"\frac{1}{2}"),
-    ("The answer is therefore 18", "18"), ("The answer is clearly 18.", "18"), (r"\boxed{1\,000}", "1000"), (r"\boxed{1{,}000}", "1000"),
+    ("#### Final Answer\n5", "5"), ("#### 18 dollars", "18"), ("2 + 3 is 5\n#### Tuesday", "Tuesday"),
+    (r"#### \frac{1}{2}", r"\frac{1}{2}"),
+    ("The answer is therefore 18", "18"), ("The answer is clearly 18.", "18"), ("The answer is 18 eggs, because 9*2 = 18", "18"),
+    (r"\boxed{1\,000}", "1000"), (r"\boxed{1{,}000}", "1000"),
     (r"\boxed{5} or \boxed{}", "5"),
 ])
 def test_headings_adverbs_and_empty_boxes_hide_no_answer(response, gold):
