@@ -201,7 +201,7 @@ COMMON = {  # what must be the same for all methods, and why
     "cluster": "the runs share one cluster", "run.eval_tasks": "success is compared on the same tasks",
     "environment.name": "success is compared on the same tasks", "environment.path": "success is compared on the same tasks",
     "environment.args": "success is compared on the same tasks",
-    "environment.max_turns": "success is compared on the same tasks"}
+    "environment.max_turns": "success is compared on the same tasks", "data": "success is compared on the same tasks"}
 
 
 def _check_common(configs: dict[str, Config]) -> None:
