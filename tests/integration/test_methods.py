@@ -35,7 +35,8 @@ class Best(Algorithm):
         return own_turn(group, [float(value == best > 0) for value in returns(group)])
 '''
 
-# One sweep of each, one of them with adapters. All objectives beside the clipped surrogate, every kind of branching, and every context that is not append.
+# One sweep of each, one with adapters. All objectives beside the clipped surrogate, every kind of branching, and every context that is not
+# append.
 METHODS = {
     "mine": {"algorithm": {"name": "{folder}/mine.py:Best"}, "learner": {"lora_rank": 4}},
     "stale": {"algorithm": {"name": "rtpo", "args": {"n_siblings": 4, "n_trunks": 2, "merge_groups": True, "reuse_trunk_at_last_turn": True,
