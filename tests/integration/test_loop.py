@@ -23,7 +23,8 @@ STAGE_TOO = {"k3", "failed_first", "trained", "clip_fraction", "optimizer_steps"
 SWEEP = {"kind", "sweep", "tasks", "trunk_success", "trunk_turns_mean", "seconds"}
 SWEEP_TOO = {"unsaved", "time", "retired", "trunk_ends", "failed", "failed_first", "generated_tokens", "weight_version"}
 EVAL = {"kind", "sweep", "tokens", "tasks", "success", "success_greedy", "turns_mean", "tool_calls_mean", "malformed_calls", "ends"}
-EVAL_TOO = {"unsaved", "time", "retired", "weight_version", "failed", "failed_first", "seconds"}
+EVAL_TOO = {"success_low", "success_high", "samples", "return_mean", "executed_calls", "failed_calls", "truncation_rate", "tokens_per_success",
+            "unsaved", "time", "retired", "weight_version", "failed", "failed_first", "seconds"}
 SECONDS = {"generate", "credit", "learn", "broadcast", "other", "total"}
 
 
