@@ -13,7 +13,7 @@ train: $(READY)
 
 # Tests without Ray side by side, then those that share one cluster and need the machine for themselves.
 test: $(READY)
-	$(BIN)/python -m pytest tests/unit -n 2 $(ARGS)
+	$(BIN)/python -m pytest tests/unit tests/processes -n 2 $(ARGS)
 	$(BIN)/python -m pytest tests/integration tests/gpu $(ARGS)
 
 lint: $(READY)
