@@ -89,6 +89,8 @@ class Coordinator(Evaluator):
     def _check_tasks(self, kept: Path) -> None:
         """Whether the files of tasks are those that the run began with: in others the same places hold other tasks. Raises DataError."""
         found = self._tasks.fingerprints()
+        if len(set(found.values())) < len(found):
+            raise DataError("field data.held_out names the rows of data.train once more; held-out tasks must not be trained on")
         before = json.loads(kept.read_text()) if kept.exists() else found
         if changed := [field for field in found if before.get(field) != found[field]]:
             raise DataError(f"the files of {changed[0]} are not those that the run began with: their rows have changed, so held-out tasks and "

@@ -119,7 +119,7 @@ class Rows:
         self.fingerprint = hashlib.blake2b(repr([place[:-1] for place in places]).encode(), digest_size=8).hexdigest()
         self._ends = list(itertools.accumulate(size for _, size in self._ordered))
         if not self._ends:
-            raise DataError(f"field {field} is {name!r}: its {len(files)} files hold no row")
+            raise DataError(f"field {field} is {name!r}: its files hold no row")
 
     def __len__(self) -> int:
         return self._ends[-1]

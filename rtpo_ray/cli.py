@@ -191,13 +191,15 @@ def doctor(args: argparse.Namespace) -> int:
     from rtpo_ray.episodes.contexts import chat_template
 
     template = chat_template(config, model_path)
-    patient, failed = Doctor(config, template), False
+    patient, failed = Doctor(config, template), list[str]()
     for finding in patient.examine():
         _say(f"{finding.kind:>4}  {finding.text}")
-        failed |= finding.kind == "FAIL"
+        failed += [finding.text.partition(":")[0]] * (finding.kind == "FAIL")
     if patient.sample is not None:
         for line in show(patient.sample, template, sys.stdout.isatty()):
             _say(line)
+    if failed:
+        _say(f"rtpo: what failed: {', '.join(dict.fromkeys(failed))}; see above")
     return FAILED if failed else OK
 
 

@@ -11,8 +11,10 @@ import itertools
 import json
 import random
 import statistics
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -36,6 +38,7 @@ TASKS = 8  # that are looked at
 INSTANT_MS = 1.0
 LARGE_SNAPSHOT = 1 << 20  # bytes: a stage carries one a boundary
 ENDPAPER = 400  # characters of a context that are shown at either end
+UNCUT = 1 << 20  # tokens: a worked solution, said as an answer, is not to be cut
 PATIENCE = 600.0  # seconds for one episode by script, whose steps have deadlines of their own
 
 
@@ -108,22 +111,24 @@ class Doctor:
         seeds = [derive_seed("doctor", number) for number in range(TASKS)]
         if not fields:
             return [Task(task_id=f"seed-{seed}", seed=seed) for seed in seeds]
-        name = "train" if self._config.data.train else "held_out"
         found: list[Task] = []
-        for file in find_files(f"data.{name}", getattr(self._config.data, name)):
-            for place, row in enumerate(itertools.islice(read_rows(file), TASKS - len(found))):
-                where = f"{file}, row {place}"
-                found.append(Task(task_id=f"{Path(file).name}:{place}", seed=seeds[len(found)],
-                                  payload=json.loads(json.dumps(to_fields(row, self._config.data.fields, fields, where), default=str))))
-        if not found:
-            raise DataError(f"field data.{name} is {getattr(self._config.data, name)!r}: its files hold no row")
+        names = [name for name in ("train", "held_out") if getattr(self._config.data, name)]
+        for number, name in enumerate(names, 1):
+            most, before = TASKS * number // len(names), len(found)
+            for file in find_files(f"data.{name}", getattr(self._config.data, name)):
+                for place, row in enumerate(itertools.islice(read_rows(file), most - len(found))):
+                    where = f"{file}, row {place}"
+                    found.append(Task(task_id=f"{Path(file).name}:{place}", seed=seeds[len(found)],
+                                      payload=json.loads(json.dumps(to_fields(row, self._config.data.fields, fields, where), default=str))))
+            if len(found) == before:
+                raise DataError(f"field data.{name} is {getattr(self._config.data, name)!r}: its files hold no row")
         return found
 
     def _guarded(self, what: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
         try:
             yield from look()
         except Exception as error:  # noqa: BLE001 - anything may come out of a user's environment, and is what the doctor is asked for
-            yield Finding("FAIL", f"{what}: {type(error).__name__}: {error}")
+            yield Finding("FAIL", f"{what}: {type(error).__name__}: {error}{_where(error)}{_advice(error)}")
 
     # --- what is looked at
 
@@ -171,14 +176,16 @@ class Doctor:
         ends = sorted({one.rollout.end for one in played})
         calls = sum(turn.tool_calls for one in played for turn in one.rollout.turns)
         failed = sum(turn.failed_calls for one in played for turn in one.rollout.turns)
-        yield Finding("ok", f"episodes: {len(played)} played by script in {min(turns)} to {max(turns)} turns, ended {', '.join(ends)}; "
+        kind = "warn" if "overlong" in ends else "ok"
+        yield Finding(kind, f"episodes: {len(played)} played by script in {min(turns)} to {max(turns)} turns, ended {', '.join(ends)}; "
                             f"{calls} tool calls, {failed} of them failed")
 
     def _look_at_determinism(self, tasks: Sequence[Task], played: Sequence[Played]) -> Iterator[Finding]:
         for task, one in zip(tasks, played, strict=True):
             again = self._play(task, one.texts)
             if wrong := _difference(one.rollout.turns, again.rollout.turns):
-                yield Finding("FAIL", f"determinism: task {task.task_id}, played twice from the same seed with the same responses: {wrong}")
+                yield Finding("FAIL", f"determinism: task {task.task_id}, played twice from the same seed with the same responses: {wrong}; take all "
+                                      "randomness from the seed that reset is given, and nothing from time or global state")
                 return
         yield Finding("ok", f"determinism: {len(tasks)} episodes played again are the same, state hashes, contexts and rewards included")
 
@@ -205,21 +212,29 @@ class Doctor:
 
     def _look_at_rewards(self, tasks: Sequence[Task], played: Sequence[Played]) -> Iterator[Finding]:
         returns = [one.rollout.returns_to_go for one in played]
-        if not all(0 <= value <= 1 for value in returns):
+        odd = not all(0 <= value <= 1 for value in returns)
+        if odd:
             yield Finding("warn", f"rewards: returns from {min(returns):g} to {max(returns):g}; success is counted as a positive one, and advantages "
                                   "are not normalised by every method")
         answers = [(task, task.payload["answer"]) for task in tasks if "answer" in task.payload]
-        right = sum(self._gold(task, answer) > 0 for task, answer in answers)
+        wrong = [(task, answer) for task, answer in answers if self._gold(task, answer) <= 0]
         if answers:
-            yield Finding("ok" if right == len(answers) else "warn" if right else "FAIL",
-                          f"rewards: {right} of {len(answers)} gold answers are judged right")
-        yield Finding("ok", f"rewards: the script's episodes returned {', '.join(f'{value:g}' for value in sorted(set(returns)))}")
+            right = len(answers) - len(wrong)
+            first = f"; the first that is not is {_short(wrong[0][1])} of task {wrong[0][0].task_id}" if wrong else ""
+            yield Finding("ok" if not wrong else "warn" if right else "FAIL",
+                          f"rewards: {right} of {len(answers)} gold answers are judged right{first}")
+        if not odd:
+            yield Finding("ok", f"rewards: the script's episodes returned {', '.join(f'{value:g}' for value in sorted(set(returns)))}")
 
     def _gold(self, task: Task, answer: Any) -> float:
         """The best return of saying the gold answer, in one of the ways in which answers are marked."""
         golds = answer if isinstance(answer, list) else [answer]
         texts = [form.format(gold) for gold in golds[:1] for form in ("{}", "\\boxed{{{}}}", "<answer>{}</answer>")]
-        return max(self._play(task, (text,)).rollout.returns_to_go for text in texts)
+        settings, self._settings = self._settings, replace(self._settings, max_response_tokens=UNCUT, max_model_len=2 * UNCUT)
+        try:
+            return max(self._play(task, (text,)).rollout.returns_to_go for text in texts)
+        finally:
+            self._settings = settings
 
     def _look_at_masks(self, played: Sequence[Played]) -> Iterator[Finding]:
         wrong = 0
@@ -361,6 +376,19 @@ def _difference(one: Sequence[TurnRecord], other: Sequence[TurnRecord]) -> str:
             if getattr(left, name) != getattr(right, name):
                 return f"turn {left.turn}: {name} is {_short(getattr(right, name))} and was {_short(getattr(left, name))}"
     return "" if len(one) == len(other) else f"it took {len(other)} turns and took {len(one)} before"
+
+
+def _where(error: BaseException) -> str:
+    """The last place of the error that is not ours or a library's: a line of the user's own file, when there is one."""
+    ours = (str(Path(__file__).parent), sys.prefix, sys.base_prefix, "<")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+
+
+def _advice(error: BaseException) -> str:
+    if "pickle" in str(error):
+        return ("; an attribute cannot be copied into a snapshot: name it in `unsaved` and make it again when it is needed, or declare replay = True")
+    return "; a tool raises ToolError for what the model is to read" if _where(error) else ""
 
 
 def _short(value: Any) -> str:

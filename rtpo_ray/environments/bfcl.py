@@ -33,7 +33,7 @@ _TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"
 _NEW = "These functions are available from now on:\n"
 
 
-def join(questions: Path, answers: Path, out: Path) -> int:
+def join(questions: str | Path, answers: str | Path, out: str | Path) -> int:
     """Write the tasks of the two files of a split, BFCL_v4_multi_turn_*.json and the one of the same name in possible_answer, as one jsonl
     file that `BFCL` reads. Returns how many. Raises DataError when a task has no answer."""
     truth = {answer["id"]: answer["ground_truth"] for answer in read_rows(str(answers))}
@@ -43,7 +43,7 @@ def join(questions: Path, answers: Path, out: Path) -> int:
         raise DataError(f"{answers} has no answer to {len(missing)} of the {len(tasks)} tasks of {questions}, such as {missing[0]}; "
                         "give the two files of the same split")
     rows = [{"missed_function": {}} | task | {"ground_truth": truth[task["id"]]} for task in tasks]
-    out.write_text("".join(json.dumps({name: row[name] for name in ("id", *FIELDS)}) + "\n" for row in rows))
+    Path(out).write_text("".join(json.dumps({name: row[name] for name in ("id", *FIELDS)}) + "\n" for row in rows))
     return len(tasks)
 
 

@@ -76,6 +76,8 @@ class Episode:
         self._seed, self._row, self._texts, self.turn = task.seed, task.payload, [], 0
         self._environment.row = self._row
         self.first = self._environment.reset(task.seed)
+        if not isinstance(self.first, Observation):
+            raise TypeError(f"{type(self._environment).__name__}.reset returned {self.first!r}; expected an Observation")
         for builder in self._builders:
             builder.start(self._environment.system, self._environment.tools(), self.first)
 
@@ -168,6 +170,8 @@ class Episode:
         """One environment step, checked: (hash of the state before it, what came of it)."""
         name = type(self._environment).__name__
         state_hash, step = await self.off_loop(f"{name}.step", lambda: (self._environment.state_hash(), self._environment.step(text)))
+        if not isinstance(step, Step) or not isinstance(step.reward, (int, float)):
+            raise TypeError(f"{name}.step returned {step!r}; expected a Step whose reward is a number")
         if (step.observation is None) != (step.terminated or step.truncated):
             raise ValueError(f"{name}.step returned observation {step.observation!r} with terminated={step.terminated}, "
                              f"truncated={step.truncated}; expected an observation exactly while the episode goes on")

@@ -78,7 +78,7 @@ class Tracker:
         share = self._share(done)
         left = (time.monotonic() - self._since) / max(share - self._began, 1e-9) * max(0.0, 1 - share)
         of = "" if self._budget else f"/{self._sweeps}"
-        return (f"sweep {done}{of}  trunks {_percent(event['trunk_success'])} in {event['trunk_turns_mean']:.1f} turns  "
+        return (f"sweep {done}{of}  trunks {_percent(event['trunk_success'])} in {_number(event['trunk_turns_mean'])} turns  "
                 f"weights v{event['weight_version']}  {self._tokens:,} tokens  {event['seconds']['total']:.1f} s  left {left / 60:.1f} min"
                 f"{_cut_off(event['trunk_ends'])}{_lost(event)}")
 
@@ -109,7 +109,7 @@ def _stage_line(event: Event) -> str:
 
 def eval_line(event: Event) -> str:
     return (f"eval after {event['sweep']} sweeps: success {_percent(event['success'])} sampled, {_percent(event['success_greedy'])} greedy on "
-            f"{event['tasks']} held-out tasks, {event['tool_calls_mean']:.1f} tool calls, {event['malformed_calls']} malformed"
+            f"{event['tasks']} held-out tasks, {_number(event['tool_calls_mean'])} tool calls, {event['malformed_calls']} malformed"
             f"{_cut_off(event['ends'])}{_lost(event)}")
 
 
@@ -127,6 +127,10 @@ def _lost(event: Event) -> str:
         message = next(iter(event["failed"]))
         lines.append(f"\n    FAILED {sum(event['failed'].values())}, first {event['failed_first'][message]}: {message}")
     return "".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def _percent(value: float | None) -> str:

@@ -89,7 +89,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_name_and_columns(files):
         FileTasks(DataConfig(train=str(files)), ("question",), 0).training(0, 2)
     (files / "c.jsonl").write_text("")
     assert len(Rows("data.train", str(files), {}, ("answer",), "", 60)) == 20
-    with pytest.raises(DataError, match=r"field data\.train is '.*c\.jsonl': its 1 files hold no row"):
+    with pytest.raises(DataError, match=r"field data\.train is '.*c\.jsonl': its files hold no row"):
         Rows("data.train", str(files / "c.jsonl"), {}, ("answer",), "", 60)
     with pytest.raises(DataError, match="no such file"):
         source(files / "gone").training(0, 2)

@@ -137,6 +137,9 @@ def test_a_run_goes_on_with_the_files_that_it_began_with_or_not_at_all():
     made._tasks = Files(train="x", held_out="z")
     with pytest.raises(DataError, match=r"the files of data\.held_out are not those that the run began with"):
         list(made.run(made.folder, "the run was started again"))
+    made._tasks = Files(train="x", held_out="x")
+    with pytest.raises(DataError, match=r"data\.held_out names the rows of data\.train once more"):
+        list(made.run(made.folder))
     made._tasks = Files(train="x", held_out="y")
     made._check_tasks(Path(made.folder) / "data.json")
 

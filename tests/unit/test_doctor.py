@@ -1,6 +1,7 @@
 """`rtpo doctor` names what is wrong with an environment, and finds nothing where nothing is."""
 
 import json
+import re
 
 import pytest
 from chats import chat
@@ -24,6 +25,8 @@ class World(ToolEnvironment):
         self.said, self.secret = [], self.rng.randint(0, 999)
         if self.kind == "raises":
             raise RuntimeError("no world today")
+        if self.kind == "text":
+            return "hello"
         return Observation(("long " * 400 if self.kind == "long" else "") + f"Add up to {{self.secret}}.")
 
     @tool
@@ -39,7 +42,7 @@ class World(ToolEnvironment):
         return f"{{sum(self.said)}} {{drawn:.3f}}"
 
     def answer(self, text: str) -> Step:
-        return Step(reward=3.0 if self.kind == "rich" else float(text == "42"), terminated=True)
+        return Step(reward=3.0 if self.kind == "rich" else "much" if self.kind == "word" else float(text == "42"), terminated=True)
 '''
 
 
@@ -133,3 +136,32 @@ def test_rows_and_gold_answers_are_looked_at(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text("")
     (finding,) = question(tmp_path, monkeypatch)
     assert finding.text == "data: field data.train is 'rows.jsonl': its files hold no row"
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    ("raises", r"tools: RuntimeError: no world today \(world0\.py, line \d+, in reset\); a tool raises ToolError for what the model is to read"),
+    ("uncopied", r"cannot pickle 'generator' object.*; an attribute cannot be copied into a snapshot: name it in `unsaved`"),
+    ("unseeded", r"; take all randomness from the seed that reset is given"),
+    ("text", r"tools: TypeError: World\.reset returned 'hello'; expected an Observation"),
+    ("word", r"episodes: TypeError: World\.step returned Step\(.*reward='much'.*; expected a Step whose reward is a number"),
+])
+def test_it_says_where_it_was_and_what_to_do(tmp_path, monkeypatch, kind, expected):
+    found, _ = examine(tmp_path, monkeypatch, args=f"{{kind: {kind}}}")
+    assert any(re.search(expected, text) for lines in found.values() for level, text in lines if level == "FAIL"), found
+
+
+def test_a_worked_solution_is_not_cut_when_it_is_judged(tmp_path, monkeypatch):
+    rows(tmp_path, "first this then that " * 40 + "#### 42")
+    overrides = ["data.fields.question=problem", "environment.args={grader: math}", "sampling.max_response_tokens=8", "generators.max_model_len=2048"]
+    found = {finding.text: finding.kind for finding in question(tmp_path, monkeypatch, *overrides)}
+    assert found.get("rewards: 1 of 1 gold answers are judged right") == "ok", found
+
+
+def test_held_out_rows_are_looked_at_too_and_the_first_wrong_gold_is_named(tmp_path, monkeypatch):
+    rows(tmp_path, "42", "43")
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps({"problem": "?", "answer": answer}) + "\n" for answer in ("44", "a\x00b")))
+    overrides = ["data.fields.question=problem", "data.held_out=held.jsonl", "data.held_out_share=0"]
+    assert "rewards: 4 of 4 gold answers are judged right" in {finding.text for finding in question(tmp_path, monkeypatch, *overrides)}
+    (tmp_path / "held.jsonl").write_text(json.dumps({"problem": "?", "answer": ""}) + "\n")
+    texts = [finding.text for finding in question(tmp_path, monkeypatch, *overrides) if finding.kind == "FAIL"]
+    assert any("the row's field 'answer' is ''; expected a text" in text for text in texts), texts

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rtpo_ray.config import load_config
+from rtpo_ray.config import Config, RunConfig, load_config
 from rtpo_ray.ledger import Ledger, Progress
 from rtpo_ray.reports.tracker import Tracker, _lost, _to_aim, eval_line
 
@@ -174,3 +174,16 @@ def test_without_aim_it_is_not_loaded(tmp_path):
     tracker.record(STAGE)
     tracker.close("finished")
     assert ("aim" in sys.modules) == loaded and not (tmp_path / ".aim").exists() and not (tmp_path.parent / ".aim").exists()
+
+
+def test_lines_of_a_sweep_and_an_evaluation_of_which_every_episode_failed(tmp_path):
+    """Nothing was judged, so there are no means; the first error is what must be read."""
+    lost = {"failed": {"KeyError: 'boom'": 4}, "failed_first": {"KeyError: 'boom'": "held-out-0/0"}, "ends": {"failed": 4}}
+    line = eval_line({**EVAL, **lost, "success": None, "success_greedy": None, "tool_calls_mean": None})
+    assert line.startswith("eval after 0 sweeps: success - sampled, - greedy on 256 held-out tasks, - tool calls")
+    assert line.endswith("FAILED 4, first held-out-0/0: KeyError: 'boom'")
+    said = []
+    tracker = Tracker(Config(run=RunConfig(aim=False)), tmp_path / "run", said.append)
+    tracker.record({**SWEEP, **lost, "trunk_success": None, "trunk_turns_mean": None, "trunk_ends": {"failed": 4}})
+    tracker.close("failed")
+    assert "trunks - in - turns" in said[-1] and said[-1].endswith("FAILED 4, first held-out-0/0: KeyError: 'boom'")
