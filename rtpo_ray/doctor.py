@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import random
 import statistics
 import sys
 import threading
@@ -26,10 +25,10 @@ from rtpo_ray import algorithms
 from rtpo_ray.config import Config
 from rtpo_ray.data import find_files, read_rows, to_fields
 from rtpo_ray.engines.scripted import ScriptedEngine
-from rtpo_ray.environments.base import Environment, ToolEnvironment
+from rtpo_ray.environments.base import ToolEnvironment
 from rtpo_ray.episodes.contexts import ChatTemplate
 from rtpo_ray.episodes.episode import Episode, environment_maker, episode_settings
-from rtpo_ray.episodes.toolcalls import FORMATS, ToolCall
+from rtpo_ray.episodes.script import Script
 from rtpo_ray.errors import DataError
 from rtpo_ray.secrets import conceal
 from rtpo_ray.types import Boundary, Rollout, Sampling, Task, TurnRecord, derive_seed
@@ -315,38 +314,6 @@ class Daemons(ThreadPoolExecutor):
 
         threading.Thread(target=work, daemon=True).start()
         return future
-
-
-class Script:
-    """What is said in an episode: by turns a demonstration, a call of each tool, one that is malformed, and at last an answer."""
-
-    def __init__(self, number: int, max_turns: int) -> None:
-        self._rng, self._last, self._number = random.Random(number), max_turns - 1, number
-
-    def __call__(self, episode: Episode) -> str:
-        environment, turn = episode.environment, episode.turn
-        demonstrates = type(environment).demonstrate is not Environment.demonstrate
-        if demonstrates and self._number % 2 == 0:
-            return environment.demonstrate(self._rng, 0.3)
-        schemas = environment.tools()
-        if not schemas or turn >= self._last:
-            return f"I say {self._rng.choice(['42', 'yes', 'unknown'])}."
-        calls = [ToolCall(schema["function"]["name"], _arguments(schema["function"], self._rng)) for schema in schemas[:4]]
-        self._rng.shuffle(calls)
-        form = environment.calls if isinstance(environment, ToolEnvironment) else "hermes"
-        text = FORMATS[form].format(calls[: 1 + turn % 2])
-        return text[: len(text) // 2] if turn == 1 and self._number % 4 == 1 else text
-
-
-def _arguments(function: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Values that fit a tool's schema."""
-    values: dict[str, Callable[[], Any]] = {
-        "string": lambda: rng.choice(["1 + 1", "who"]), "integer": lambda: rng.randint(0, 9), "number": rng.random,
-        "boolean": lambda: rng.random() < 0.5, "array": list, "object": dict}
-    found: dict[str, Any] = {}
-    for name, spec in function.get("parameters", {}).get("properties", {}).items():
-        found[name] = rng.choice(spec["enum"]) if spec.get("enum") else values.get(spec.get("type"), values["string"])()
-    return found
 
 
 def _complaints(function: dict[str, Any]) -> Iterator[Finding]:
