@@ -123,7 +123,7 @@ def _check_environment_args(config: Config, here: bool) -> None:
     except FileNotFoundError as error:
         if not here:
             return
-        raise ConfigError(f"environment.args of {name!r}: {error}") from error
+        raise ConfigError(f"environment.args of {name!r}: {conceal(str(error), dict(environment.args))}") from error
     except Exception as error:  # a user's constructor may raise anything; the cause is chained
         kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
         message = conceal(f"{kind}{error}", dict(environment.args))

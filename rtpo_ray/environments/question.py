@@ -12,8 +12,9 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from rtpo_ray import rewards, tools
+from rtpo_ray import rewards
 from rtpo_ray.environments.base import Observation, Step, ToolEnvironment
+from rtpo_ray.tools import build as build_toolset
 
 Spec = str | dict[str, dict[str, Any]]  # a name, or {name: options}
 
@@ -33,7 +34,7 @@ class Question(ToolEnvironment):
         for name, value in (("tools", tools), ("examples", examples)):
             if isinstance(value, str):
                 raise ValueError(f"{name} is {value!r}; expected a list")
-        super().__init__([_toolset(spec) for spec in tools])
+        super().__init__([build_toolset(spec) for spec in tools])
         self.prompt, self.system = prompt, system
         asked = dict.fromkeys(field for _, field, _, _ in string.Formatter().parse(prompt) if field is not None)
         if not asked or not all(field.isidentifier() for field in asked):
@@ -57,7 +58,3 @@ def _message(example: Any) -> tuple[str, str]:
         raise ValueError(f"examples hold {example!r}; expected messages such as {{user: text}}, {{assistant: text}} or {{tool: text}}")
     ((role, text),) = example.items()
     return role, str(text)
-
-
-def _toolset(spec: Spec) -> Any:
-    return tools.build(spec)

@@ -21,6 +21,9 @@ import numpy as np
 from bm25s.stopwords import STOPWORDS_EN
 from filelock import FileLock, Timeout
 
+from rtpo_ray.data import read_rows
+from rtpo_ray.errors import DataError
+
 _LAYOUT = 1  # of an index; another one is built anew
 _PATIENCE = 3600.0  # seconds to wait for another process that builds the same index
 _STOP = frozenset(STOPWORDS_EN)
@@ -137,17 +140,10 @@ def _passages(path: Path, title_field: str, text_field: str) -> Iterator[tuple[s
 
 
 def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"corpus is {str(path)!r}: line {number} is no JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"corpus is {str(path)!r}: line {number} is of type {type(row).__name__}; expected an object")
-            yield row
+    try:
+        yield from read_rows(str(path))
+    except DataError as error:
+        raise ValueError(f"corpus is {str(path)!r}: {error}") from error
 
 
 def _parquet_rows(path: Path, fields: list[str]) -> Iterator[dict[str, Any]]:

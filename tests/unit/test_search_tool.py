@@ -159,7 +159,7 @@ def test_processes_that_start_at_once_build_one_index_and_find_the_same(corpus):
     ("later.jsonl", '{"title": "a", "text": "b"}\n{"title": "a", "body": "b"}', "passage 2 has no field 'text'; it has title, body"),
     ("type.jsonl", '{"title": "a", "text": ["b"]}', "field 'text' of passage 1 is of type list; expected text"),
     ("line.jsonl", '{"title": "a", "text": "b"}\n{"title"', "line 2 is no JSON"),
-    ("array.jsonl", "[1]", "line 1 is of type list; expected an object"),
+    ("array.jsonl", "[1]", r"line 1 is '\[1\]'; expected an object"),
 ])
 def test_what_is_wrong_with_a_corpus_is_said_when_the_tool_is_made(tmp_path, name, content, error):
     if content is not None:
