@@ -31,8 +31,9 @@ def requests(trunks: pa.Table, stage: Stage, algorithm: Algorithm, seed: int) ->
                 raise MethodError(f"task {task_id}: {type(algorithm).__name__}.branches names turn {branch.turn} of trunk {branch.trunk}, whose "
                                   f"boundaries are at turns {[boundary.turn for boundary in trunk.boundaries]}")
             if branch.count:
+                ahead = sum(len(record.response_ids) for record in trunk.turns if record.turn >= branch.turn)
                 rows.append({"group_id": f"{trunk.rollout_id}/{branch.turn}", "task_id": task_id, "parent": trunk.rollout_id, "count": branch.count,
-                             "boundary": asdict(boundary)})
+                             "more": branch.more, "explore": branch.explore, "expected_tokens": ahead, "boundary": asdict(boundary)})
     return pa.Table.from_pylist(rows, schema=REQUESTS)
 
 

@@ -64,6 +64,7 @@ class Ask:
     temperature: float
     count: int = 1  # episodes a task; a boundary's request names its own number of siblings
     keep_boundaries: bool = False
+    chunk: int = 0  # groups that are handed on together, as soon as all of them are complete; 0: all of them at the end
 
 
 def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Collection, blocks: int) -> ray.data.MaterializedDataset:

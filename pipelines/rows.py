@@ -27,8 +27,14 @@ ROLLOUT = pa.struct({
 
 TASKS = pa.schema({"task_id": pa.string(), "seed": pa.int64(), "payload": pa.string()})
 ROLLOUTS = pa.schema(list(ROLLOUT))
-REQUESTS = pa.schema({"group_id": pa.string(), "task_id": pa.string(), "parent": pa.string(), "count": pa.int32(), "boundary": BOUNDARY})
-GROUPS = pa.schema({"group_id": pa.string(), "task_id": pa.string(), "turn": pa.int32(), "siblings": pa.list_(ROLLOUT)})
+REQUESTS = pa.schema({
+    "group_id": pa.string(), "task_id": pa.string(), "parent": pa.string(), "boundary": BOUNDARY,
+    "count": pa.int32(),  # siblings; pilots, when there may be more
+    "more": pa.int32(),  # siblings that may follow the pilots
+    "explore": pa.float64(),  # probability that they do when the pilots' returns agree
+    "expected_tokens": pa.int64()})  # that one sibling may generate, by what its trunk did: the longest are begun first
+GROUPS = pa.schema({"group_id": pa.string(), "task_id": pa.string(), "turn": pa.int32(), "siblings": pa.list_(ROLLOUT), "pilots": pa.int32(),
+                    "chance": pa.float64()})
 SAMPLES = pa.schema({
     "sample_id": pa.string(), "rollout_id": pa.string(), "group_id": pa.string(),
     "first": pa.bool_(),  # of its rollout's rows: what is counted once a rollout stands here

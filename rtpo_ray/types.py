@@ -144,6 +144,8 @@ class Group:
     task_id: str
     turn: int | None  # the turn that is trained; None: all of them
     siblings: tuple[Rollout, ...]  # [N]
+    pilots: int = 0  # the first so many were sampled before the others, and decided about these; 0: all at once
+    chance: float = 1.0  # probability with which pilots such as these are followed by others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

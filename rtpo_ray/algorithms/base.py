@@ -52,6 +52,8 @@ class Branch:
     trunk: int
     turn: int
     count: int
+    more: int = 0  # siblings that may follow: `count` are then pilots, see algorithms.budget
+    explore: float = 0.0  # probability that they do when the pilots' returns agree
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ def test_siblings_that_a_generator_lost_or_doubled_are_refused():
     class Careless(Generator):
         def _siblings(self, requests, ask):
             fewer = pa.array([count - 1 for count in requests["count"].to_pylist()], pa.int32())
-            return super()._siblings(requests.set_column(3, "count", fewer), ask)
+            return super()._siblings(requests.set_column(requests.column_names.index("count"), "count", fewer), ask)
 
     with pytest.raises(ConservationError, match=r"asked for siblings \(group, count\) \[\('t/0/1', 3\)\]; got \[\('t/0/1', 2\)\]"):
         stage(Pool(Careless()), [trunk("t/0", 0.0, 1.0)])
