@@ -73,5 +73,6 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
         else:
             events.append({**common, "ph": "X", "ts": start, "dur": end - start})
     named = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}} for name, pid in processes.items()]
-    named += [{"ph": "M", "name": "thread_name", "pid": processes[process], "tid": tid, "args": {"name": lane}} for (process, lane), tid in lanes.items()]
+    named += [{"ph": "M", "name": "thread_name", "pid": processes[process], "tid": tid, "args": {"name": lane}}
+              for (process, lane), tid in lanes.items()]
     return {"traceEvents": [*named, *events], "displayTimeUnit": "ms"}

@@ -24,7 +24,8 @@ def test_the_oldest_spans_make_room():
 
 
 def test_the_trace_has_a_track_a_process_a_lane_a_thread_and_microseconds():
-    spans = [Span("g", "episodes", "t/0", 2.0, 3.0, True, {"turn": 1}), Span("c", "stage", "turn 1", 1.0, 4.0), Span("g", "weights", "receive", 0.5, 1.0)]
+    spans = [Span("g", "episodes", "t/0", 2.0, 3.0, True, {"turn": 1}), Span("c", "stage", "turn 1", 1.0, 4.0),
+             Span("g", "weights", "receive", 0.5, 1.0)]
     trace = chrome_trace(spans)["traceEvents"]
     names = {(e["name"], e["pid"], e.get("tid")): e["args"]["name"] for e in trace if e["ph"] == "M"}
     assert names == {("process_name", 1, None): "g", ("process_name", 2, None): "c", ("thread_name", 1, 1): "weights",
