@@ -132,6 +132,12 @@ class Objective:
             _one_of(self, name, *choices)
 
     @property
+    def adds_up(self) -> bool:
+        """Whether a stage's gradient is a sum over its samples that needs nothing of the others, so that it may be added up as they come."""
+        one_step = self.turns is None and self.epochs == self.minibatches == 1
+        return one_step and self.loss == "clipped" and self.critic is None and self.continuation_clamp is None and not self.normalise
+
+    @property
     def needs_all(self) -> bool:
         """Whether samples without advantage still send a gradient, so that they must reach the learner."""
         pulled_together = self.loss == "regression" and self.epochs * self.minibatches > 1  # a pair of equal returns, once its ratios differ

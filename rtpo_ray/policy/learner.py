@@ -32,6 +32,7 @@ from transformers import AutoTokenizer
 from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.errors import CheckpointError, ContextMismatch, NonFiniteUpdate, RtpoError
 from rtpo_ray.policy import lora, modeling
+from rtpo_ray.policy.accumulation import Accumulation
 from rtpo_ray.policy.batching import MicroBatch, check_samples, check_unique, collate, dummy, plan_micro_batches
 from rtpo_ray.policy.update import Update
 from rtpo_ray.types import Sample, UpdateResult, context_hash
@@ -81,6 +82,7 @@ class Learner:
         self._config, self._dtype = config, dtype
         self.objective, self._temperature = objective, temperature
         self._refusals = 0  # consecutive
+        self._open_step: Accumulation | None = None  # whose samples are still coming
         self._adapters = policy is None and config.lora_rank > 0
         if policy is None:
             policy = self._load(model_path, value_head=objective.critic is not None, adapters=config if self._adapters else None, seed=seed)
@@ -107,15 +109,41 @@ class Learner:
         ranks and ends the update. Raises ContextMismatch, ValueError (unusable sample) and, after `max_refused` refusals in a row,
         NonFiniteUpdate.
         """
+        open_step, self._open_step = self._open_step, None
+        everywhere = self._check(samples, open_step.names if open_step else set())
         with self.raised_together():
-            check_samples(samples, self._config.micro_batch_tokens)
-            if samples and n_groups < 1:
-                raise ValueError(f"n_groups is {n_groups} with {len(samples)} samples; expected at least 1")
-        everywhere = [name for names in self.gather([sample.sample_id for sample in samples]) for name in names]
-        check_unique(everywhere)
-        result = Update(self, samples, n_groups, n_rollouts, seed).run()
-        self._count_refusal(result.refused, bool(everywhere))
+            if everywhere and n_groups < 1:
+                raise ValueError(f"n_groups is {n_groups} with samples {', '.join(everywhere[:3])}; expected at least 1")
+        if self.objective.adds_up:
+            open_step = open_step or Accumulation(self)
+            open_step.add(samples, everywhere)
+            result, any_samples = open_step.finish(n_groups), bool(open_step.names)
+        else:
+            result, any_samples = Update(self, samples, n_groups, n_rollouts, seed).run(), bool(everywhere)
+        self._count_refusal(result.refused, any_samples)
         return result
+
+    def accumulate(self, samples: Sequence[Sample]) -> None:
+        """Add the gradient of some of the next update's samples; that update is then given the rest. Parameters do not change. Only for
+        objectives that add up. Raises as `update`, which drops what was accumulated."""
+        if not self.objective.adds_up:
+            raise ValueError("accumulate was called for an objective whose gradient does not add up; give all samples to update")
+        open_step = self._open_step or Accumulation(self)
+        self._open_step = None
+        open_step.add(samples, self._check(samples, open_step.names))
+        self._open_step = open_step
+
+    def _check(self, samples: Sequence[Sample], before: set[str]) -> list[str]:
+        """Ids of the samples of all ranks, which are usable and none of them in `before`. After what it raises nothing is left of a gradient."""
+        try:
+            with self.raised_together():
+                check_samples(samples, self._config.micro_batch_tokens)
+            everywhere = [name for names in self.gather([sample.sample_id for sample in samples]) for name in names]
+            check_unique([*everywhere, *before])
+        except Exception:
+            self._optimizer.zero_grad()
+            raise
+        return everywhere
 
     @torch.no_grad()
     def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
@@ -195,6 +223,8 @@ class Learner:
     def load_checkpoint(self, path: str) -> None:
         """Continue from `save_checkpoint`, which may have run with another number of ranks."""
         self.finish_checkpoint()
+        self._open_step = None
+        self._optimizer.zero_grad()
         state = self._state()
         with self.raised_together():
             if not Path(path).is_dir():
@@ -231,8 +261,15 @@ class Learner:
         logprobs: Tensor = self._reference(batch.input_ids, batch.rows, batch.columns, batch.targets, self._temperature)[0]
         return logprobs
 
-    def optimizer_step(self, refused: str) -> tuple[float, str]:
-        """Clip the gradient and step, unless `refused` or the gradient is not finite: (norm before clipping, why there was no step)."""
+    def optimizer_step(self, unusable: Sequence[str], scale: float = 1.0) -> tuple[float, str]:
+        """Multiply the gradient by `scale`, clip it and step, unless a sample is `unusable` on any rank or the gradient is not finite: (norm before
+        clipping, why there was no step)."""
+        names = sorted({name for names in self.gather(list(unusable)) for name in names})
+        refused = f"samples {', '.join(names)}" if names else ""
+        if scale != 1.0:
+            for parameter in self._trained().values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         refused = refused or ("" if grad_norm < float("inf") else "gradient norm")

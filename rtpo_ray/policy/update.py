@@ -10,6 +10,7 @@ one group, must lie on one rank: they come in one row of a group.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -19,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rtpo_ray.algorithms.base import TurnOrder
-from rtpo_ray.objectives import carried_ratio, gae, k3, policy_loss, regression_error, value_loss
+from rtpo_ray.objectives import carried_ratio, gae, regression_error, value_loss
 from rtpo_ray.policy.batching import MicroBatch, assign_steps
+from rtpo_ray.policy.step import Totals, add_gradient
 from rtpo_ray.types import Sample, UpdateResult
 
 if TYPE_CHECKING:
     from rtpo_ray.policy.learner import Learner
 
-_SUMS = ("tokens", "gap", "absolute_gap", "k3", "loss", "clipped_tokens", "ratio_tokens", "positions")
 
 
 class Update:
@@ -40,7 +41,7 @@ class Update:
         self._learner, self._objective, self._device = learner, learner.objective, learner.device
         self._samples, self._seed = samples, seed
         self._trained = [sample for sample in samples if sample.weight > 0]
-        self._totals = _Totals(self._device)
+        self._totals = Totals(self._device)
         self._everywhere = [row for rows in learner.gather([(self._step_key(s), s.turn) for s in self._trained]) for row in rows]
         self._old: dict[str, Tensor] | None = None  # [T] by sample id: log pi_old; None: theta itself, since there is one step only
         self._values: dict[str, Tensor] = {}  # [T]
@@ -238,27 +239,11 @@ class Update:
             self._regress(samples)
         unusable: list[str] = []
         for batch in self._learner.micro_batches(samples):
-            reference = self._learner.reference_logprobs(batch)  # first: nothing of a pass under way is kept meanwhile
-            logprobs, values = self._learner.forward(batch)
-            old = self._old_logprobs(batch, logprobs)
-            advantages = self._of(batch, self._advantages, batch.advantages)
-            loss, metrics = policy_loss(logprobs, old, advantages, batch.weights, batch.sample_index, self._objective, batch.engine_logprobs,
-                                        reference)
-            if self._objective.critic is not None:
-                loss = loss + self._value_loss(batch, values)
-            # FSDP2 averages gradients over ranks; the objective is a sum over them.
-            (loss * (self._scale * self._learner.world_size)).backward()
-            if self._old is None:
-                self._totals.add_gap(batch, logprobs.detach())
-            self._totals.add_step(batch, loss.detach() * self._scale, metrics)
-            unusable += self._non_finite(batch, logprobs.detach() + old.detach() + advantages * batch.weights + batch.engine_logprobs)
-        names = sorted({name for names in self._learner.gather(unusable) for name in names})
-        return self._learner.optimizer_step(f"samples {', '.join(names)}" if names else "")
-
-    def _old_logprobs(self, batch: MicroBatch, logprobs: Tensor) -> Tensor:
-        if self._objective.old_policy == "engine":
-            return batch.engine_logprobs
-        return logprobs.detach() if self._old is None else self._of(batch, self._old, logprobs.detach())
+            old = None if self._old is None else self._of(batch, self._old, batch.engine_logprobs)
+            value_loss = functools.partial(self._value_loss, batch) if self._objective.critic is not None else None
+            unusable += add_gradient(self._learner, batch, self._totals, self._scale, old=old,
+                                     advantages=self._of(batch, self._advantages, batch.advantages), value_loss=value_loss)
+        return self._learner.optimizer_step(unusable)
 
     def _value_loss(self, batch: MicroBatch, values: Tensor | None) -> Tensor:
         critic = self._objective.critic
@@ -282,11 +267,6 @@ class Update:
                 for sample in side:  # every token weighs weight / T in the sum, and 1 in the squared error
                     self._set_advantage(sample, -sign * 2 * error / self._objective.eta * len(sample.response_ids) / sample.weight)
 
-    def _non_finite(self, batch: MicroBatch, values: Tensor) -> list[str]:
-        """Samples with a value that is not finite."""
-        bad = ~torch.isfinite(values)
-        return [batch.sample_ids[index] for index in batch.sample_index[bad].unique().tolist()] if batch.sample_ids else []
-
     # --- small things
 
     def _set_advantage(self, sample: Sample, value: float) -> None:
@@ -303,44 +283,3 @@ class Update:
         total = torch.tensor(float(value), dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
         return float(total)
-
-
-class _Totals:
-    """Sums and maxima of one update, on the device until the end. Dummies do not count."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in _SUMS}
-        self._worst = torch.zeros((), dtype=torch.float64, device=device)
-
-    def add_gap(self, batch: MicroBatch, logprobs: Tensor) -> None:
-        """Once for every trained sample, with log-probabilities [M] from before the first optimizer step."""
-        trained = batch.weights > 0
-        if not batch.sample_ids or not bool(trained.any()):
-            return
-        gap = (logprobs.double() - batch.engine_logprobs.double())[trained]
-        self._add(tokens=torch.ones_like(gap), gap=gap, absolute_gap=gap.abs(), k3=k3(gap))
-        self._worst = torch.maximum(self._worst, gap.abs().max().double())
-
-    def add_step(self, batch: MicroBatch, loss: Tensor, metrics: dict[str, Tensor]) -> None:
-        """Once for every use of a sample. `loss`: scalar, the batch's share of the step's loss."""
-        if not batch.sample_ids:
-            return
-        positions = torch.tensor(float(batch.input_ids.numel()), device=loss.device)
-        self._add(loss=loss, clipped_tokens=metrics["clipped_tokens"], ratio_tokens=metrics["tokens"], positions=positions)
-
-    def result(self, grad_norms: Sequence[float], taken: int, refused: str) -> UpdateResult:
-        """Sum over the ranks (collective)."""
-        stacked = torch.stack(list(self._sums.values()))
-        dist.all_reduce(stacked)
-        dist.all_reduce(self._worst, op=dist.ReduceOp.MAX)
-        total = dict(zip(self._sums, stacked.tolist(), strict=True))
-        tokens, steps = max(total["tokens"], 1.0), max(len(grad_norms), 1)
-        return UpdateResult(
-            loss=total["loss"] / steps, grad_norm=sum(grad_norms) / steps, logprob_gap_mean=total["absolute_gap"] / tokens,
-            logprob_gap_max=float(self._worst), ratio_geomean=float(torch.tensor(total["gap"] / tokens, dtype=torch.float64).exp()),
-            k3=total["k3"] / tokens, clip_fraction=total["clipped_tokens"] / max(total["ratio_tokens"], 1.0), tokens=int(total["tokens"]),
-            learner_tokens=int(total["positions"]), optimizer_steps=taken, refused=refused)
-
-    def _add(self, **values: Tensor) -> None:
-        for name, value in values.items():
-            self._sums[name] += value.double().sum()
