@@ -16,22 +16,24 @@ the run's ledger first. A run that was killed, and one whose learner is lost, go
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray.data
 
 from actors.evaluator import Evaluator, Event
 from actors.gang import LearnerGang
 from actors.publisher import Published, WeightPublisher
-from actors.waiting import wait_for
-from pipelines.collect import count_rollouts, read_episodes, stage_samples
+from actors.waiting import answered, wait_for
+from pipelines.collect import Ask, count_rollouts, read_episodes, stage_samples
 from pipelines.counts import EpisodeCounts, StageCounts
 from pipelines.tasks import TaskSource
 from rtpo_ray.algorithms.base import Algorithm, Stage
@@ -40,7 +42,10 @@ from rtpo_ray.errors import CheckpointError, ConservationError, DataError, Deadl
 from rtpo_ray.folders import write_whole
 from rtpo_ray.ledger import Ledger, Progress, state_folder, trunks_folder
 from rtpo_ray.reports.scores import rate
-from rtpo_ray.types import UpdateResult, derive_seed
+from rtpo_ray.timeline import chrome_trace
+from rtpo_ray.types import Task, UpdateResult, derive_seed
+
+Trunks: TypeAlias = "tuple[ray.data.MaterializedDataset, EpisodeCounts, list[dict[str, float]]]"  # where they lie, sums, seconds by phase
 
 BARREN_SWEEPS = 3  # sweeps in a row without any trunk that end a run: whatever breaks them is there to stay
 
@@ -101,12 +106,14 @@ class Coordinator(Evaluator):
     def _walk(self) -> Iterator[Event]:
         """From where the run stands to its end."""
         while True:
-            if self._evaluation_due():
+            due = self._evaluation_due()
+            beside = due and self._config.run.overlap and self._config.run.eval_tasks > 0 and not self._over()  # the next trunks
+            if due and not beside:
                 for event in self.evaluate(self._at.sweep, self._at.tokens):
-                    yield self._commit(event, evaluated=self._at.sweep, evaluated_tokens=self._at.tokens)
+                    yield self._evaluated(event)
             if self._over():
                 break
-            yield from self._sweep()
+            yield from self._sweep(beside)
         self.doing.now("export of the trained model")
         self._finish_saving()
         self._gang.export(f"{self._folder}/final")
@@ -114,10 +121,10 @@ class Coordinator(Evaluator):
         if self._unsaved:
             raise CheckpointError(f"the run is finished and its model exported, but the last checkpoint is missing: {self._unsaved}")
 
-    def _sweep(self) -> Iterator[Event]:
-        """Trunks, then every stage on them."""
-        started, sweep = time.perf_counter(), self._at.sweep
-        trunks, counts, spent = self._trunks(sweep)
+    def _sweep(self, evaluate: bool) -> Iterator[Event]:
+        """Trunks, then every stage on them. `evaluate`: beside the trunks, by the same weights."""
+        started, began, sweep = time.perf_counter(), time.time(), self._at.sweep
+        trunks, counts, spent = yield from self._trunks(sweep, evaluate)
         for number, stage in enumerate(self._algorithm.stages(self._config.environment.max_turns)):
             if number >= self._at.stage and (stage.turn is None or counts.boundaries[stage.turn]):
                 event = self._stage(sweep, number, stage, trunks, counts)
@@ -130,10 +137,11 @@ class Coordinator(Evaluator):
                  "trunk_turns_mean": rate(counts.turns, counts.judged), "trunk_ends": dict(counts.ends), "failed": dict(counts.failed),
                  "failed_first": counts.failed_first, "generated_tokens": counts.generated_tokens, "weight_version": self._at.version,
                  "retired": self._retired(), "seconds": _phases(spent, time.perf_counter() - started)}
+        self._keep_timeline(sweep, began)
         yield self._commit(event, sweep=sweep + 1, stage=-1)
         self._save_for_good()
 
-    def _trunks(self, sweep: int) -> tuple[ray.data.MaterializedDataset, EpisodeCounts, list[dict[str, float]]]:
+    def _trunks(self, sweep: int, evaluate: bool) -> Generator[Event, None, Trunks]:
         """The trunks of a sweep, what they amount to, and the seconds that they took; read back when the run was resumed in its middle."""
         method, kept = self._algorithm, trunks_folder(self._folder, sweep) if self._config.run.state_every else None
         if self._at.stage >= 0:
@@ -142,7 +150,9 @@ class Coordinator(Evaluator):
         self.doing.now(f"sweep {sweep}, trunks: {method.n_trunks} of {self._config.sampling.tasks_per_sweep} tasks each")
         batch = self._tasks.training(sweep, self._config.sampling.tasks_per_sweep)
         ask = self._ask("trunks", sweep, count=method.n_trunks, keep_boundaries=method.branching)
-        trunks, counts, busy = self._episodes(batch, "trunks", ask, kept)
+        trunks, counts, busy, event = self._episodes(batch, ask, kept, evaluate)
+        if event is not None:  # in the ledger before the trunks: whoever resumes after these does not evaluate again
+            yield self._evaluated(event)
         self._barren = self._barren + 1 if counts.failed.total() == counts.episodes else 0
         if self._barren == BARREN_SWEEPS:
             message = next(iter(counts.failed))
@@ -153,6 +163,17 @@ class Coordinator(Evaluator):
             trunks = read_episodes(kept, self._home())
         return trunks, counts, [{"generate": busy}]
 
+    def _episodes(
+        self, batch: Sequence[Task], ask: Ask, keep: Path | None, evaluate: bool
+    ) -> tuple[ray.data.MaterializedDataset, EpisodeCounts, float, Event | None]:
+        """Trunks of `batch`, what they amount to, the seconds in which generators were busy, and the evaluation that went on beside them."""
+        self._ready(len(batch) * ask.count + evaluate * self._evaluated_rollouts)
+        with self._joining(), ThreadPoolExecutor(1, "evaluation") as beside, self._timeline.span("trunks"):
+            judged = beside.submit(self._judge, self._at.sweep, self._at.tokens) if evaluate else None
+            trunks, counts = self._play(batch, "trunks", ask, keep)
+            event = judged and {**judged.result(self._config.sampling.stage_timeout), "retired": self._retired()}
+        return trunks, counts, self._busy(), event
+
     def _stage(self, sweep: int, number: int, stage: Stage, trunks: ray.data.MaterializedDataset, episodes: EpisodeCounts) -> Event:
         """One stage: collect and credit, update, publish."""
         started, where = time.perf_counter(), f"sweep {sweep}, {stage_name(stage)}"
@@ -160,20 +181,23 @@ class Coordinator(Evaluator):
         self._ready(self._siblings(stage, episodes))
         seed = self._config.run.seed
         ask = self._ask("siblings", sweep, number if stage.turn is None else stage.turn)
-        with self._joining():
+        with self._joining(), self._timeline.span(f"{stage_name(stage)}: samples", "stages"):
             blocks = stage_samples(trunks, stage, self._config.algorithm, ask, self._collection())
-            counts = self._gang.counts([self._gang.feed(block) for block in blocks])
+            counts, overlapped = self._gang.take(blocks, self._config.run.overlap)
         self._check(counts, where, stage, episodes)
         collected = time.perf_counter()
         self.doing.now(f"{where}: the learner's update")
-        update = self._gang.update(counts.groups, counts.comparable, derive_seed(seed, sweep, "update", number if stage.turn is None else stage.turn))
+        with self._timeline.span(f"{stage_name(stage)}: update", "stages"):
+            update = self._gang.update(counts.groups, counts.comparable,
+                                       derive_seed(seed, sweep, "update", number if stage.turn is None else stage.turn))
         learned = time.perf_counter()
         if update.optimizer_steps:
             self._at = replace(self._at, updates=self._at.updates + 1, unpublished=True)
             self._save_state()
         published = self._push() if self._at.unpublished and stage.publish else None
         done = time.perf_counter()
-        spent = {"generate": self._busy(), "credit": counts.credit_seconds, "learn": learned - collected, "broadcast": done - learned}
+        spent = {"generate": self._busy(), "credit": counts.credit_seconds, "overlapped": overlapped, "learn": learned - collected,
+                 "broadcast": done - learned}
         return stage_event(sweep, stage, counts, update, published) | {"retired": self._retired(), "seconds": _phases([spent], done - started)}
 
     def _siblings(self, stage: Stage, episodes: EpisodeCounts) -> int:
@@ -197,7 +221,8 @@ class Coordinator(Evaluator):
     def _publish(self, version: int) -> Published:
         before = self.doing.what
         self.doing.now(f"sweep {self._at.sweep}: weights to the generators as version {version}")
-        published = super()._publish(version)
+        with self._timeline.span(f"push of version {version}", "stages"):
+            published = super()._publish(version)
         self.doing.now(before)
         self._at = replace(self._at, version=version, unpublished=False)
         return published
@@ -221,6 +246,20 @@ class Coordinator(Evaluator):
     def _over(self) -> bool:
         run, at = self._config.run, self._at
         return at.stage < 0 and (at.sweep >= run.sweeps or 0 < run.tokens <= at.tokens)
+
+    def _evaluated(self, event: Event) -> Event:
+        return self._commit(event, evaluated=self._at.sweep, evaluated_tokens=self._at.tokens)
+
+    def _keep_timeline(self, sweep: int, began: float) -> None:
+        """What every process did in this sweep, when it is one of the first."""
+        if sweep >= self._config.run.timeline:
+            return
+        members = wait_for(self._pool.members.remote(), self._config.cluster.patience, "the generator pool's members")
+        asked = [actor.take_spans.remote() for actor in (*self._gang.ranks, *(lease.generator for lease in members))]
+        spans = [*self._timeline.take(), *itertools.chain.from_iterable(answered(asked, self._config.cluster.patience))]
+        folder = Path(self._folder) / "timeline"
+        folder.mkdir(exist_ok=True)
+        write_whole(folder / f"sweep-{sweep:06d}.json", json.dumps(chrome_trace(span for span in spans if span.end >= began)))
 
     def _commit(self, event: Event, **changes: Any) -> Event:
         """One finished step in the ledger; its event with the time."""
@@ -312,6 +351,6 @@ def _finite(value: float) -> float | None:
 
 
 def _phases(spent: list[dict[str, float]], total: float) -> dict[str, float]:
-    """Seconds by phase, the total and `other`: what is none of generating, learning or broadcasting."""
-    named = {phase: sum(part.get(phase, 0.0) for part in spent) for phase in ("generate", "credit", "learn", "broadcast")}
+    """Seconds by phase, the total and `other`: what is none of generating, learning or broadcasting. `overlapped`: learning meanwhile."""
+    named = {phase: sum(part.get(phase, 0.0) for part in spent) for phase in ("generate", "credit", "overlapped", "learn", "broadcast")}
     return {**named, "other": total - named["generate"] - named["learn"] - named["broadcast"], "total": total}

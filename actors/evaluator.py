@@ -22,6 +22,7 @@ from pipelines.tasks import SeedTasks, TaskSource
 from rtpo_ray.config import Config
 from rtpo_ray.errors import ConservationError
 from rtpo_ray.reports.scores import rate, summarise
+from rtpo_ray.timeline import Timeline
 from rtpo_ray.types import Task, derive_seed
 
 Event = dict[str, Any]
@@ -43,6 +44,7 @@ class Evaluator:
         self._tasks = tasks or SeedTasks(config.run.seed)
         self._version = 0
         self.doing = Doing("waiting to begin")
+        self._timeline = Timeline("rtpo-coordinator")
         self._patience = config.cluster.patience
         self._most = max(config.generators.min, config.generators.max)  # generators
         self._watching = pool and pool.watch.remote(WATCH)  # runs as long as the pool
@@ -53,35 +55,40 @@ class Evaluator:
     def evaluate(self, done: int, tokens: int) -> Iterator[Event]:
         """Held-out tasks, `run.eval_samples` times sampled and once greedily, by the present weights, after `done` sweeps and `tokens` generated
         tokens."""
-        run = self._config.run
-        if not run.eval_tasks:
-            return
-        started = time.perf_counter()
-        self.doing.now(f"evaluation after {done} sweeps: {run.eval_tasks} tasks, {run.eval_samples} times sampled")
+        if self._config.run.eval_tasks:
+            self.doing.now(f"evaluation after {done} sweeps")
+            self._ready(self._evaluated_rollouts)
+            with self._joining():
+                event = self._judge(done, tokens)
+            yield {**event, "retired": self._retired()}
+
+    @property
+    def _evaluated_rollouts(self) -> int:
+        """Episodes of an evaluation that may be under way at once."""
+        return self._config.run.eval_tasks * self._config.run.eval_samples
+
+    def _judge(self, done: int, tokens: int) -> Event:
+        """An evaluation by generators that are ready."""
+        run, started = self._config.run, time.perf_counter()
         batch = self._tasks.held_out(run.eval_tasks)
         ask = self._ask("evaluation", done, count=run.eval_samples)
-        _, sampled, _ = self._episodes(batch, "evaluation", ask)
-        greedy = self._episodes(batch, "evaluation", replace(ask, temperature=0.0, count=1))[1] if run.eval_greedy else EpisodeCounts()
-        yield {"kind": "eval", "sweep": done, "tokens": tokens, "tasks": len(batch), "weight_version": self._version,
-               **summarise(sampled, run.eval_samples), "success_greedy": rate(greedy.successes, greedy.judged), "ends": dict(sampled.ends),
-               "failed": dict(sampled.failed + greedy.failed), "failed_first": {**greedy.failed_first, **sampled.failed_first},
-               "retired": self._retired(),
-               "seconds": time.perf_counter() - started}
+        with self._timeline.span("evaluation"):
+            _, sampled = self._play(batch, "evaluation", ask)
+            greedy = self._play(batch, "evaluation", replace(ask, temperature=0.0, count=1))[1] if run.eval_greedy else EpisodeCounts()
+        return {"kind": "eval", "sweep": done, "tokens": tokens, "tasks": len(batch), "weight_version": self._version,
+                **summarise(sampled, run.eval_samples), "success_greedy": rate(greedy.successes, greedy.judged), "ends": dict(sampled.ends),
+                "failed": dict(sampled.failed + greedy.failed), "failed_first": {**greedy.failed_first, **sampled.failed_first},
+                "seconds": time.perf_counter() - started}
 
-    def _episodes(self, batch: Sequence[Task], name: str, ask: Ask,
-                  keep: Path | None = None) -> tuple[ray.data.MaterializedDataset, EpisodeCounts, float]:
-        """Whole episodes of `batch`: where they lie, what they amount to, and the seconds in which generators were busy.
-
-        `keep`: a folder in which they are kept as well.
-        """
+    def _play(self, batch: Sequence[Task], name: str, ask: Ask, keep: Path | None = None) -> tuple[ray.data.MaterializedDataset, EpisodeCounts]:
+        """Whole episodes of `batch` by generators that are ready: where they lie, and what they amount to. `keep`: a folder in which they are
+        kept as well."""
         rollouts = len(batch) * ask.count
-        self._ready(rollouts)
-        with self._joining():
-            episodes = collect_episodes(batch, name, ask, self._collection(), self._blocks(rollouts))
-            counts = count_rollouts(episodes, self._config.sampling.stage_timeout, keep, self._home())
-        if counts.episodes != len(batch) * ask.count:
-            raise ConservationError(f"{name}: {len(batch) * ask.count} episodes were asked for, {counts.episodes} came back")
-        return episodes, counts, self._busy()
+        episodes = collect_episodes(batch, name, ask, self._collection(), self._blocks(rollouts))
+        counts = count_rollouts(episodes, self._config.sampling.stage_timeout, keep, self._home())
+        if counts.episodes != rollouts:
+            raise ConservationError(f"{name}: {rollouts} episodes were asked for, {counts.episodes} came back")
+        return episodes, counts
 
     def _blocks(self, rollouts: int) -> int:
         """Of a batch with so many: one that fills a generator each, and some for every generator and every learner rank."""
@@ -110,7 +117,7 @@ class Evaluator:
 
     def _ask(self, purpose: str, *where: int, count: int = 1, keep_boundaries: bool = False) -> Ask:
         return Ask(seed=derive_seed(self._config.run.seed, purpose, *where), temperature=self._config.sampling.temperature, count=count,
-                   keep_boundaries=keep_boundaries)
+                   keep_boundaries=keep_boundaries, chunk=self._config.sampling.chunk_groups if self._config.run.overlap else 0)
 
     def _collection(self) -> Collection:
         sampling = self._config.sampling

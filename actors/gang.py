@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
@@ -58,7 +57,6 @@ class LearnerGang:
         self.ranks = [self._spawn(rank) for rank in range(learner.ranks)]
         where = wait_for(self.ranks[0].rendezvous.remote(), start, "learner rank 0 to start")
         wait_for([rank.setup.remote(*where) for rank in self.ranks], start, "the learner ranks to load the model")
-        self._next = itertools.cycle(self.ranks)
         self.generation += 1
 
     def _spawn(self, rank: int) -> Any:
@@ -72,13 +70,22 @@ class LearnerGang:
                  objective=self._objective, temperature=config.sampling.temperature, device="cuda" if learner.gpus else "cpu",
                  seed=config.run.seed)
 
-    def feed(self, block: ray.ObjectRef) -> ray.ObjectRef:
-        """Hand one block of samples to the next rank; the reference is to its StageCounts."""
-        return next(self._next).receive.remote(block)
+    def take(self, blocks: Iterable[ray.ObjectRef], stream: bool) -> tuple[StageCounts, float]:
+        """Hand a stage's blocks to the ranks in turn, as they come: (sum of what is in them, seconds that gradients took meanwhile).
 
-    def counts(self, fed: Sequence[ray.ObjectRef]) -> StageCounts:
-        """Sum of the counts of everything fed."""
-        return sum(self._answers(list(fed), "take a stage's samples"), StageCounts())
+        `stream`: once every rank has another one, gradients are added up, if the objective allows it.
+        """
+        stream = stream and self._objective.adds_up
+        counted, added, timings = list[ray.ObjectRef](), list[ray.ObjectRef](), list[ray.ObjectRef]()
+        for number, block in enumerate(blocks, 1):
+            counted.append(self.ranks[(number - 1) % len(self.ranks)].receive.remote(block))
+            if stream and number % len(self.ranks) == 0:
+                first, *others = [rank.accumulate.remote() for rank in self.ranks]
+                timings.append(first)
+                added += others
+        counts = sum(self._answers(counted, "take a stage's samples"), StageCounts())
+        seconds = sum(self._answers([*timings, *added], "add up a stage's gradient")[:len(timings)])
+        return counts, seconds
 
     def update(self, n_groups: int, n_rollouts: int, seed: int) -> UpdateResult:
         """One update on all that was fed; the ranks agree on the result."""

@@ -15,8 +15,10 @@ import ray
 from actors.waiting import on_node
 from pipelines.counts import StageCounts, count_stage
 from pipelines.credit import samples_to_train
+from pipelines.rows import unpack
 from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.config import LearnerConfig, WeightsConfig
+from rtpo_ray.timeline import Span, Timeline
 from rtpo_ray.types import Sample, UpdateResult
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class LearnerRank:
         self._store: dist.TCPStore | None = None
         self._channel: WeightChannel | None = None
         self._samples: list[Sample] = []
+        self._timeline = Timeline(f"rtpo-learner-{rank}")
 
     def __repr__(self) -> str:
         return f"LearnerRank({self._rank} of {self._world_size}{on_node()})"
@@ -67,15 +70,31 @@ class LearnerRank:
             seed=self._seed)
         return self._rank
 
-    def receive(self, samples: pa.Table) -> StageCounts:
-        """Keep one block of a stage until `update`; returns what is in it."""
+    def receive(self, block: pa.Table) -> StageCounts:
+        """Keep one block of a stage until `accumulate` or `update`; returns what is in it."""
+        samples = unpack(block)
         self._samples += samples_to_train(samples)
         return count_stage(samples)
+
+    def accumulate(self) -> float:
+        """Add up the gradient of what was received, once that fills a micro-batch: the seconds that it took. Collective."""
+        if not self.learner.fills_a_micro_batch(self._samples):
+            return 0.0
+        started = time.perf_counter()
+        samples, self._samples = self._samples, []
+        with self._timeline.span("gradient", "learner", samples=len(samples)):
+            self.learner.accumulate(samples)
+        return time.perf_counter() - started
 
     def update(self, n_groups: int, n_rollouts: int, seed: int) -> UpdateResult:
         """Train on every block received since the last update. Collective."""
         samples, self._samples = self._samples, []
-        return self.learner.update(samples, n_groups, n_rollouts, seed)
+        with self._timeline.span("update", "learner", samples=len(samples)):
+            return self.learner.update(samples, n_groups, n_rollouts, seed)
+
+    def take_spans(self) -> list[Span]:
+        """Of this process's timeline, since the last call."""
+        return self._timeline.take()
 
     def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
         """Log-probabilities [T] of each response at the sampling temperature. Collective."""
@@ -92,6 +111,10 @@ class LearnerRank:
 
     def send_weights(self, version: int) -> tuple[str, float]:
         """Broadcast the whole model from rank 0: (hash of what was sent, seconds). Collective over the gang: every rank helps to gather."""
+        with self._timeline.span("weights", "learner", version=version):
+            return self._send(version)
+
+    def _send(self, version: int) -> tuple[str, float]:
         started = time.perf_counter()
         if self._rank:
             for _ in self.learner.full_parameters():

@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,10 +29,10 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from pipelines.branching import assemble, requests
 from pipelines.counts import EpisodeCounts, count_episodes
 from pipelines.credit import credit_groups
-from pipelines.rows import GROUPS, ROLLOUTS, groups_to_table, rollouts_to_table
+from pipelines.rows import GROUPS, ROLLOUTS, groups_to_table, pack, rollouts_to_table
 from pipelines.tasks import dataset
 from rtpo_ray import algorithms
-from rtpo_ray.algorithms.base import Stage
+from rtpo_ray.algorithms.base import Algorithm, Stage
 from rtpo_ray.config import AlgorithmConfig
 from rtpo_ray.errors import ConservationError, CoordinatorLost, DeadlineExceeded, NoGenerators
 from rtpo_ray.types import Group, Task, failed_rollout
@@ -77,14 +78,26 @@ def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Col
 
 
 def stage_samples(trunks: ray.data.MaterializedDataset, stage: Stage, method: AlgorithmConfig, ask: Ask, collection: Collection) -> Iterator[Block]:
-    """Blocks of SAMPLES rows of one stage, each as soon as its groups are complete. `method` is built again where it is needed."""
-    grow = {"stage": stage, "method": method, "ask": ask, "collection": collection}
+    """Packed SAMPLES rows of one stage, block by block in the order of the trunks, each as soon as its groups are complete. `method` is built
+    again where it is needed."""
     options = {"concurrency": max(1, min(collection.concurrency, trunks.num_blocks())), **collection.task()}
-    samples = (trunks
-               .map_batches(_groups, fn_kwargs=grow, **options)
-               .map_batches(_samples, fn_kwargs={"method": method}, **options))
-    samples.set_name("stage")
-    return itertools.chain.from_iterable(bundle.block_refs for bundle in samples.iter_internal_ref_bundles())
+    grow = {"stage": stage, "method": method, "ask": ask, "collection": collection}
+    with _streaming():
+        samples = trunks.map_batches(_samples, fn_kwargs=grow, **options)
+        samples.set_name("stage")
+        yield from itertools.chain.from_iterable(bundle.block_refs for bundle in samples.iter_internal_ref_bundles())
+
+
+@contextmanager
+def _streaming() -> Iterator[None]:
+    """Ray Data hands on every row that a step yields at once, and in the order of the steps: otherwise a step's rows all come at its end."""
+    context = ray.data.DataContext.get_current()
+    before = context.target_max_block_size, context.execution_options.preserve_order
+    context.target_max_block_size, context.execution_options.preserve_order = 1, True
+    try:
+        yield
+    finally:
+        context.target_max_block_size, context.execution_options.preserve_order = before
 
 
 def count_rollouts(rollouts: ray.data.MaterializedDataset, timeout: float, keep: Path | None = None, home: str = "") -> EpisodeCounts:
@@ -123,66 +136,107 @@ def _read(file: Path) -> pa.Table:
 
 
 def _sample_tasks(tasks: pa.Table, *, ask: Ask, collection: Collection) -> pa.Table:
-    return sample("episodes", tasks, ask, collection, empty=ROLLOUTS.empty_table())
+    parts = list(sample("episodes", tasks, ask, collection))
+    return pa.concat_tables(parts) if parts else ROLLOUTS.empty_table()
 
 
-def _groups(trunks: pa.Table, *, stage: Stage, method: AlgorithmConfig, ask: Ask, collection: Collection) -> pa.Table:
-    wanted = requests(trunks, stage, algorithms.build(method), ask.seed)
-    made = sample("siblings", wanted, ask, collection, empty=GROUPS.empty_table())
-    found, expected = sorted(_sizes(made)), sorted(zip(wanted["group_id"].to_pylist(), wanted["count"].to_pylist(), strict=True))
-    if found != expected:
-        raise ConservationError(f"asked for siblings (group, count) {expected}; got {found}")
-    return assemble(trunks, made, stage)
+def _samples(trunks: pa.Table, *, stage: Stage, method: AlgorithmConfig, ask: Ask, collection: Collection) -> Iterator[pa.Table]:
+    """Trunks to packed samples, as groups are complete."""
+    algorithm = algorithms.build(method)
+    for groups in _groups(trunks, stage, algorithm, ask, collection):
+        yield pack(credit_groups(groups, algorithm=algorithm))
 
 
-def _samples(groups: pa.Table, *, method: AlgorithmConfig) -> pa.Table:
-    return credit_groups(groups, algorithm=algorithms.build(method))
+def _groups(trunks: pa.Table, stage: Stage, algorithm: Algorithm, ask: Ask, collection: Collection) -> Iterator[pa.Table]:
+    """Trunks to groups (GROUPS rows): in parts as they are complete, or in one where a group may span several boundaries."""
+    made = _siblings(requests(trunks, stage, algorithm, ask.seed), ask, collection)
+    if stage.baseline != "boundary" or stage.merge:
+        made = iter([pa.concat_tables([GROUPS.empty_table(), *made])])
+    for groups in made:
+        yield assemble(trunks, groups, stage)
 
 
-def _sizes(groups: pa.Table) -> list[tuple[str, int]]:
-    return list(zip(groups["group_id"].to_pylist(), pc.list_value_length(groups["siblings"]).to_pylist(), strict=True))
+def _siblings(wanted: pa.Table, ask: Ask, collection: Collection) -> Iterator[pa.Table]:
+    """The siblings of these requests (GROUPS rows), in parts. Raises ConservationError when some are missing or there twice."""
+    found: list[tuple[str, int, bool]] = []
+    for part in sample("siblings", wanted, ask, collection):
+        found += _sizes(part)
+        yield part
+    expected = {row["group_id"]: row for row in wanted.select(["group_id", "count", "more"]).to_pylist()}
+    for name, size, extended in found:
+        row = expected.pop(name, {"count": 0, "more": 0})
+        if size != row["count"] + row["more"] * extended:
+            raise ConservationError(f"group {name}: asked for {row['count']} siblings and {row['more']} more if its pilots say so; got {size}, or the "
+                                    "group came twice")
+    if expected:
+        raise ConservationError(f"asked for siblings of {len(wanted)} groups; {', '.join(sorted(expected))} did not come")
+
+
+def _sizes(groups: pa.Table) -> list[tuple[str, int, bool]]:
+    """(group, siblings, whether more than pilots were sampled) of GROUPS rows."""
+    sizes = pc.list_value_length(groups["siblings"]).to_pylist()
+    pilots = groups["pilots"].to_pylist()
+    return [(name, size, 0 < few < size) for name, size, few in zip(groups["group_id"].to_pylist(), sizes, pilots, strict=True)]
 
 
 MOST_DEATHS = 3  # generators that may die of one block: more than chance, and it is the block that kills them
 
 
-def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection, empty: pa.Table) -> pa.Table:
-    """Have `method` of a leased generator sample the rows; those that fail are tried again on another generator, then returned as failed.
+def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection) -> Iterator[pa.Table]:
+    """Have `method` of a leased generator sample the rows; those that fail are tried again on another generator, then come back as failed.
 
-    A generator that dies or overruns the deadline is reported to the pool, which takes it out of service. When the pool has none left,
-    the rows come back as failed.
+    A generator that dies or overruns the deadline is reported to the pool, which takes it out of service; what it had handed on stays. When the
+    pool has none left, the rows come back as failed.
     """
-    done: list[pa.Table] = []
+    key = "task_id" if method == "episodes" else "group_id"
     avoid: tuple[str, ...] = ()
     attempt = deaths = 0
     while len(rows):
+        size = len(rows) * ask.count if method == "episodes" else pc.sum(pc.add(rows["count"], rows["more"])).as_py()
         try:
-            size = len(rows) * ask.count if method == "episodes" else pc.sum(rows["count"]).as_py()
             lease = _lease(collection, size, avoid)
         except NoGenerators as error:  # the next stage starts new ones
-            done.append(_lost(method, rows, ask, f"NoGenerators: {_first_line(getattr(error, 'cause', error))}"))
-            break
+            yield _lost(method, rows, ask, f"NoGenerators: {_first_line(getattr(error, 'cause', error))}")
+            return
+        left, again = set(rows[key].to_pylist()), set[str]()
         try:
-            table = ray.get(getattr(lease.generator, method).remote(rows, ask), timeout=max(0.0, collection.deadline - time.time()))
+            for table in _parts(getattr(lease.generator, method).remote(rows, ask), collection.deadline):
+                bad = _failed(table, key) if attempt < collection.retries else set[str]()
+                left, again = left - set(table[key].to_pylist()), again | bad
+                if bad:  # all trunks of a task are made again
+                    table = table.filter(pa.array([value not in bad for value in table[key].to_pylist()]))
+                if len(table):
+                    yield table
         except (RayActorError, GetTimeoutError) as error:
             reported = collection.pool.report.remote(lease.member, f"{type(error).__name__}: {_first_line(error)}")
             _answer(reported, collection.patience, "to take a generator out of service")
             deaths += 1
+            rows, avoid = _only(rows, key, left | again), (*avoid, lease.member)
             if deaths == MOST_DEATHS or time.time() >= collection.deadline:
-                done.append(_lost(method, rows, ask, f"{type(error).__name__}: no generator survived it in {deaths} tries, last {lease.member}"))
-                break
-            avoid = (*avoid, lease.member)
+                yield _lost(method, rows, ask, f"{type(error).__name__}: no generator survived it in {deaths} tries, last {lease.member}")
+                return
             continue
         _answer(collection.pool.release.remote(lease.member, size), collection.patience, "to take a generator back")
-        failed = _failed_rows(table)
-        if attempt == collection.retries or not any(failed):
-            done.append(table)
-            break
-        key, bad = _failed_requests(table, failed)
-        done.append(table.filter(pa.array([value not in bad for value in table[key].to_pylist()])))  # all trunks of a task are made again
         attempt += 1
-        rows, avoid = rows.filter(pa.array([value in bad for value in rows[key].to_pylist()])), (*avoid, lease.member)
-    return pa.concat_tables(done) if done else empty
+        rows, avoid = _only(rows, key, again), (*avoid, lease.member)
+
+
+def _parts(answer: Any, deadline: float) -> Iterator[pa.Table]:
+    """What a generator hands on, as it comes. Raises what the generator raised or died of, and GetTimeoutError."""
+    if not isinstance(answer, ray.ObjectRefGenerator):
+        yield ray.get(answer, timeout=max(0.0, deadline - time.time()))
+        return
+    while True:
+        if not ray.wait([answer], timeout=max(0.0, deadline - time.time()))[0]:
+            raise GetTimeoutError("the next siblings did not come before the deadline")
+        part = next(answer, None)
+        if part is None:
+            return
+        yield ray.get(part, timeout=max(1.0, deadline - time.time()))
+
+
+def _only(rows: pa.Table, key: str, names: set[str]) -> pa.Table:
+    return rows.filter(pa.array([value in names for value in rows[key].to_pylist()], pa.bool_()))
 
 
 def _first_line(error: BaseException) -> str:
@@ -217,15 +271,14 @@ def _lost(method: str, rows: pa.Table, ask: Ask, failure: str) -> pa.Table:
         for row in rows.to_pylist())
 
 
+def _failed(table: pa.Table, key: str) -> set[str]:
+    """The requests of which a rollout failed."""
+    return {name for name, is_bad in zip(table[key].to_pylist(), _failed_rows(table), strict=True) if is_bad}
+
+
 def _failed_rows(table: pa.Table) -> list[bool]:
     if "siblings" not in table.column_names:
         return [end == "failed" for end in table["end"].to_pylist()]
     ends = pc.struct_field(pc.list_flatten(table["siblings"]), "end").to_pylist()  # the tokens stay in Arrow
     sizes = pc.list_value_length(table["siblings"]).to_pylist()
     return ["failed" in ends[stop - size:stop] for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
-
-
-def _failed_requests(table: pa.Table, failed: Sequence[bool]) -> tuple[str, set[str]]:
-    """The requests with a failed result: the column that tells requests apart (a group, or a task), and its values."""
-    key = "group_id" if "group_id" in table.column_names else "task_id"
-    return key, {value for value, is_bad in zip(table[key].to_pylist(), failed, strict=True) if is_bad}

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rtpo_ray.types import Boundary, Group, Rollout, Task, TurnRecord
 
@@ -45,6 +46,22 @@ SAMPLES = pa.schema({
     "context_ids": pa.list_(pa.int32()), "context_hash": pa.string(), "response_ids": pa.list_(pa.int32()),
     "engine_logprobs": pa.list_(pa.float32()), "generated_tokens": pa.int64(), "prompt_tokens": pa.int64(),
     "cached_prompt_tokens": pa.int64(), "credit_seconds": pa.float64()})
+
+
+BLOCK = pa.schema({"samples": pa.list_(pa.struct(list(SAMPLES)))})
+
+
+def pack(samples: pa.Table) -> pa.Table:
+    """SAMPLES rows as one row, which Ray Data can hand on at once and cannot tear apart."""
+    rows = pa.StructArray.from_arrays([column.combine_chunks() for column in samples.columns], fields=list(SAMPLES))
+    return pa.Table.from_arrays([pa.ListArray.from_arrays([0, len(rows)], rows)], schema=BLOCK)
+
+
+def unpack(block: pa.Table) -> pa.Table:
+    """The SAMPLES rows of a block."""
+    if not len(block):  # an empty block has lost its columns on its way through Ray Data
+        return SAMPLES.empty_table()
+    return pa.Table.from_struct_array(pc.list_flatten(block["samples"]))
 
 
 def _row(record: Any) -> dict[str, Any]:

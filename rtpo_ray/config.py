@@ -27,9 +27,10 @@ from rtpo_ray.plugins import source_of
 
 # What a resumed run may change: where and how it computes, how long and how often it reports, and nothing that decides what it learns.
 FREE = ("run.name", "run.root", "run.resume", "run.experiment", "run.sweeps", "run.tokens", "run.eval_every", "run.eval_every_tokens",
-        "run.eval_tasks", "run.eval_samples", "run.eval_greedy", "run.checkpoint_every", "run.state_every", "run.keep_states", "run.aim", "cluster.",
+        "run.eval_tasks", "run.eval_samples", "run.eval_greedy", "run.checkpoint_every", "run.state_every", "run.keep_states", "run.overlap", "run.timeline",
+        "run.aim", "cluster.",
         "environment.step_timeout",
-        "sampling.retries", "sampling.concurrency", "sampling.stage_timeout",
+        "sampling.chunk_groups", "sampling.retries", "sampling.concurrency", "sampling.stage_timeout",
         "generators.min", "generators.max", "generators.release", "generators.lost_after",
         "generators.cpus", "generators.gpus", "generators.resource", "generators.threads", "generators.max_num_seqs", "generators.kv_cache_mb",
         "generators.gpu_memory_utilization", "learner.ranks", "learner.cpus", "learner.gpus", "learner.resource",
@@ -55,6 +56,8 @@ class RunConfig:
     checkpoint_every: int = opt(0, "sweeps between checkpoints that are kept for good; 0: only the final model", least=0)
     state_every: int = opt(1, "updates between saved states of the learner, from which a run is resumed; 0: none", least=0)
     keep_states: int = opt(2, "how many of the last saved states are kept", least=1)
+    overlap: bool = opt(True, "hide what can be hidden: gradients of finished groups behind the tail of their stage, evaluations behind the next trunks")
+    timeline: int = opt(2, "first sweeps of which a timeline is kept, in timeline/ of the run's folder, for https://ui.perfetto.dev", least=0)
     aim: bool = opt(True, "track in an Aim repository at run.root as well as in metrics.jsonl")
 
 
@@ -140,6 +143,7 @@ class SamplingConfig:
     temperature: float = opt(1.0, "sampling temperature of trunks and siblings, 0.01 to 2", least=0.01)
     max_response_tokens: int = opt(64, "longest response of a turn", least=1)
     overlong: str = opt("error", "a first context that leaves no room for a response", choices=("error", "drop"))
+    chunk_groups: int = opt(8, "groups that go to the learner together, as soon as all of them are complete", least=1)
     retries: int = opt(1, "times that a failed group is tried again, elsewhere if possible", least=0)
     concurrency: int = opt(0, "blocks that are sampled at once, each by a process of about 160 MB beside the engines; 0: two a generator", least=0)
     stage_timeout: float = opt(3600.0, "seconds that collecting one stage may take", above=0)

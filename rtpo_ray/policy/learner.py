@@ -33,7 +33,7 @@ from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.errors import CheckpointError, ContextMismatch, NonFiniteUpdate, RtpoError
 from rtpo_ray.policy import lora, modeling
 from rtpo_ray.policy.accumulation import Accumulation
-from rtpo_ray.policy.batching import MicroBatch, check_samples, check_unique, collate, dummy, plan_micro_batches
+from rtpo_ray.policy.batching import MicroBatch, check_samples, check_unique, collate, dummy, length, plan_micro_batches
 from rtpo_ray.policy.update import Update
 from rtpo_ray.types import Sample, UpdateResult, context_hash
 from rtpo_ray.weights.channel import TensorSpec
@@ -132,6 +132,12 @@ class Learner:
         self._open_step = None
         open_step.add(samples, self._check(samples, open_step.names))
         self._open_step = open_step
+
+    def fills_a_micro_batch(self, samples: Sequence[Sample]) -> bool:
+        """Whether some rank's samples are enough for one: fewer would be computed at a worse pace."""
+        tokens = torch.tensor(sum(length(sample) for sample in samples), device=self.device)
+        dist.all_reduce(tokens, op=dist.ReduceOp.MAX)
+        return bool(tokens >= self._config.micro_batch_tokens)
 
     def _check(self, samples: Sequence[Sample], before: set[str]) -> list[str]:
         """Ids of the samples of all ranks, which are usable and none of them in `before`. After what it raises nothing is left of a gradient."""

@@ -2,6 +2,7 @@
 
 import time
 import types
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -11,7 +12,8 @@ from records import failed, group, sibling, trunk
 from actors.pool import Lease
 from pipelines import collect
 from pipelines.collect import Ask, Collection, sample
-from pipelines.rows import GROUPS, REQUESTS, ROLLOUTS, groups_to_table, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table
+from pipelines.rows import REQUESTS, groups_to_table, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table, unpack
+from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Stage
 from rtpo_ray.config import AlgorithmConfig
 from rtpo_ray.errors import ConservationError, DeadlineExceeded, NoGenerators
@@ -22,31 +24,62 @@ def remote(function):
     return types.SimpleNamespace(remote=lambda *args: lambda: function(*args))
 
 
-class Generator:
-    """Makes one rollout a trunk or sibling; those in `broken` fail, and `error` replaces the whole answer."""
+class Stream:
+    """What a streaming call of an actor returns: references, one a part. `error` comes after the parts in the place of the next one."""
 
-    def __init__(self, broken=(), error=None):
-        self.broken, self.error, self.asked = broken, error, []
-        self.episodes, self.siblings = remote(self._episodes), remote(self._siblings)
+    def __init__(self, parts, error=None):
+        self._refs = [*((lambda part=part: part) for part in parts), *([self._raise(error)] if error else [])]
+
+    @staticmethod
+    def _raise(error):
+        def ref():
+            raise error
+        return ref
+
+    def __next__(self):
+        if not self._refs:
+            raise StopIteration
+        return self._refs.pop(0)
+
+
+def streaming(function):
+    return types.SimpleNamespace(remote=lambda *args: function(*args))
+
+
+class Generator:
+    """Makes one rollout a trunk or sibling; those in `broken` fail, and `error` replaces the whole answer, or what comes after `parts` groups.
+
+    `extended`: groups whose pilots are followed by others.
+    """
+
+    def __init__(self, broken=(), error=None, parts=0, extended=()):
+        self.broken, self.error, self.asked, self.parts, self.extended = broken, error, [], parts, extended
+        self.episodes, self.siblings = remote(self._episodes), streaming(self._stream)
 
     def _one(self, name, task_id):
         made = failed(name, "E: lost") if name in self.broken else sibling(name, 1.0)
         return Rollout(rollout_id=name, task_id=task_id, turns=made.turns, end=made.end, failure=made.failure)
 
-    def _ask(self, names):
-        self.asked.append(names)
+    def _episodes(self, tasks, ask):
+        self.asked.append(tasks["task_id"].to_pylist())
         if self.error:
             raise self.error
-
-    def _episodes(self, tasks, ask):
-        self._ask(tasks["task_id"].to_pylist())
         return rollouts_to_table([self._one(f"{task}/{j}", task) for task in tasks["task_id"].to_pylist() for j in range(ask.count)])
 
+    def _stream(self, requests, ask):
+        self.asked.append(requests["group_id"].to_pylist())
+        made = self._siblings(requests, ask)
+        chunk = ask.chunk or max(1, len(made))
+        parts = [made.slice(start, chunk) for start in range(0, len(made), chunk)]
+        return Stream(parts[:self.parts] if self.error else parts, self.error)
+
     def _siblings(self, requests, ask):
-        self._ask(requests["group_id"].to_pylist())
-        rows = requests.to_pylist()
-        return groups_to_table([
-            group(*(self._one(f"{row['group_id']}/{j}", "t") for j in range(row["count"])), name=row["group_id"]) for row in rows])
+        made = []
+        for row in requests.to_pylist():
+            size = row["count"] + row["more"] * (row["group_id"] in self.extended)
+            siblings = (self._one(f"{row['group_id']}/{j}", "t") for j in range(size))
+            made.append(replace(group(*siblings, name=row["group_id"]), pilots=row["count"] if row["more"] else 0))
+        return groups_to_table(made)
 
 
 class Pool:
@@ -67,7 +100,8 @@ class Pool:
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch):
-    monkeypatch.setattr(collect, "ray", types.SimpleNamespace(get=lambda work, timeout: work()))
+    monkeypatch.setattr(collect, "ray", types.SimpleNamespace(
+        get=lambda work, timeout: work(), wait=lambda streams, timeout: (streams, []), ObjectRefGenerator=Stream))
 
 
 def collection(pool, retries=1):
@@ -76,17 +110,25 @@ def collection(pool, retries=1):
 
 def trunks(pool, tasks="abc", count=1, retries=1):
     table = tasks_to_table([Task(task_id=task, seed=0) for task in tasks])
-    made = sample("episodes", table, Ask(seed=0, temperature=1.0, count=count), collection(pool, retries), empty=ROLLOUTS.empty_table())
-    return [(one.rollout_id, one.end) for one in table_to_rollouts(made)]
+    made = sample("episodes", table, Ask(seed=0, temperature=1.0, count=count), collection(pool, retries))
+    return [(one.rollout_id, one.end) for part in made for one in table_to_rollouts(part)]
 
 
-def groups(pool, names="abc", retries=1, counts=(2, 2, 2)):
+def wanted(names, counts=(2, 2, 2), more=0):
     boundary = {"turn": 0, "context_hash": "c", "state_hash": "s", "snapshot": b""}
-    rows = [{"group_id": name, "task_id": "t", "parent": "t/0", "count": count, "boundary": boundary}
+    rows = [{"group_id": name, "task_id": "t", "parent": "t/0", "count": count, "more": more, "boundary": boundary}
             for name, count in zip(names, counts[: len(names)], strict=True)]
-    requests = pa.Table.from_pylist(rows, schema=REQUESTS)
-    made = sample("siblings", requests, Ask(seed=0, temperature=1.0), collection(pool, retries), empty=GROUPS.empty_table())
-    return {one.group_id: [sibling.end for sibling in one.siblings] for one in table_to_groups(made)}
+    return pa.Table.from_pylist(rows, schema=REQUESTS)
+
+
+def parts(pool, names="abc", retries=1, counts=(2, 2, 2), chunk=0):
+    """[part][group]: (its name, how its siblings ended)."""
+    made = sample("siblings", wanted(names, counts), Ask(seed=0, temperature=1.0, chunk=chunk), collection(pool, retries))
+    return [[(one.group_id, [sibling.end for sibling in one.siblings]) for one in table_to_groups(part)] for part in made]
+
+
+def groups(pool, **options):
+    return {name: ends for part in parts(pool, **options) for name, ends in part}
 
 
 def test_a_good_answer_is_taken_as_it_is_and_the_lease_released():
@@ -152,8 +194,8 @@ def test_a_pool_without_generators_costs_the_rows():
 def test_after_the_deadline_no_other_generator_is_blamed():
     pool = Pool(Generator(error=GetTimeoutError("overran")), Generator())
     late = Collection(pool=pool, version=3, retries=1, deadline=time.time() - 1)
-    made = sample("episodes", tasks_to_table([Task(task_id="a", seed=0)]), Ask(seed=0, temperature=1.0, count=1), late, empty=ROLLOUTS.empty_table())
-    assert [one.end for one in table_to_rollouts(made)] == ["failed"]
+    made = sample("episodes", tasks_to_table([Task(task_id="a", seed=0)]), Ask(seed=0, temperature=1.0, count=1), late)
+    assert [one.end for part in made for one in table_to_rollouts(part)] == ["failed"]
     assert [entry[1] for entry in pool.log if entry[0] == "report"] == ["g0"]
 
 
@@ -167,7 +209,7 @@ def test_a_pool_that_does_not_answer_is_named(monkeypatch):
     def get(work, timeout):
         raise GetTimeoutError("late")
 
-    monkeypatch.setattr(collect, "ray", types.SimpleNamespace(get=get))
+    monkeypatch.setattr(collect, "ray", types.SimpleNamespace(get=get, ObjectRefGenerator=Stream))
     with pytest.raises(DeadlineExceeded, match="the pool did not answer within .* at weight version 3"):
         trunks(Pool(Generator()))
 
@@ -178,26 +220,34 @@ RTPO = AlgorithmConfig(name="rtpo", args={"n_siblings": 3})
 TURN = Stage(turn=1, n_siblings=3, baseline="boundary", with_trunk=False)
 
 
-def stage(pool, trunks, stage=TURN, method=RTPO):
-    made = collect._groups(rollouts_to_table(trunks), stage=stage, method=method, ask=Ask(seed=0, temperature=1.0), collection=collection(pool))
-    return {one.group_id: [sibling.rollout_id for sibling in one.siblings] for one in table_to_groups(made)}
+def stage(pool, trunks, stage=TURN, method=RTPO, chunk=0):
+    made = collect._groups(rollouts_to_table(trunks), stage, algorithms.build(method), Ask(seed=0, temperature=1.0, chunk=chunk), collection(pool))
+    return [{one.group_id: [sibling.rollout_id for sibling in one.siblings] for one in table_to_groups(part)} for part in made]
 
 
 def test_a_block_of_trunks_becomes_the_groups_of_a_stage():
     pool = Pool(Generator())
-    assert stage(pool, [trunk("t/0", 0.0, 1.0), trunk("t/1", 1.0)]) == {"t/0/1": [f"t/0/1/{j}" for j in range(3)]}
+    assert stage(pool, [trunk("t/0", 0.0, 1.0), trunk("t/1", 1.0)]) == [{"t/0/1": [f"t/0/1/{j}" for j in range(3)]}]
     assert pool.log == [("lease", 3, ()), ("release", "g0")]
 
 
 def test_a_method_that_does_not_branch_asks_no_generator():
     pool = Pool()
-    assert stage(pool, [trunk("t/0", 0.0), trunk("t/1", 1.0)], Stage(), AlgorithmConfig(name="grpo")) == {"t": ["t/0", "t/1"]}
+    assert stage(pool, [trunk("t/0", 0.0), trunk("t/1", 1.0)], Stage(), AlgorithmConfig(name="grpo")) == [{"t": ["t/0", "t/1"]}]
     assert pool.log == []
 
 
 def test_a_block_without_the_turn_asks_no_generator():
     pool = Pool()
-    assert stage(pool, [trunk("t/0", 0.0)]) == {} and pool.log == []
+    assert stage(pool, [trunk("t/0", 0.0)]) == [] and pool.log == []
+
+
+def test_groups_go_on_as_they_come_unless_one_may_span_several_boundaries():
+    trunks = [trunk(f"t/{number}", 0.0, 1.0) for number in range(3)]
+    alone = [{f"t/{number}/1": [f"t/{number}/1/{j}" for j in range(3)]} for number in range(3)]
+    assert stage(Pool(Generator()), trunks, chunk=1) == alone
+    merged = stage(Pool(Generator()), trunks, replace(TURN, merge=True), chunk=1)
+    assert [sorted(sum(part.values(), [])) for part in merged] == [sorted(name for part in alone for names in part.values() for name in names)]
 
 
 def test_siblings_that_a_generator_lost_or_doubled_are_refused():
@@ -206,11 +256,54 @@ def test_siblings_that_a_generator_lost_or_doubled_are_refused():
             fewer = pa.array([count - 1 for count in requests["count"].to_pylist()], pa.int32())
             return super()._siblings(requests.set_column(requests.column_names.index("count"), "count", fewer), ask)
 
-    with pytest.raises(ConservationError, match=r"asked for siblings \(group, count\) \[\('t/0/1', 3\)\]; got \[\('t/0/1', 2\)\]"):
-        stage(Pool(Careless()), [trunk("t/0", 0.0, 1.0)])
+    class Doubling(Generator):
+        def _siblings(self, requests, ask):
+            return pa.concat_tables([super()._siblings(requests, ask)] * 2)
+
+    class Forgetful(Generator):
+        def _siblings(self, requests, ask):
+            return super()._siblings(requests, ask).slice(1)
+
+    trunks = [trunk("t/0", 0.0, 1.0), trunk("t/1", 0.0, 1.0)]
+    with pytest.raises(ConservationError, match=r"group t/0/1: asked for 3 siblings and 0 more if its pilots say so; got 2"):
+        stage(Pool(Careless()), trunks)
+    with pytest.raises(ConservationError, match=r"group t/0/1: .* or the group came twice"):
+        stage(Pool(Doubling()), trunks)
+    with pytest.raises(ConservationError, match=r"asked for siblings of 2 groups; t/0/1 did not come"):
+        stage(Pool(Forgetful()), trunks)
+
+
+def test_pilots_are_followed_by_all_of_the_others_or_by_none():
+    made = collect._siblings(wanted("abc", counts=(2, 2, 2), more=3), Ask(seed=0, temperature=1.0), collection(Pool(Generator(extended="b"))))
+    assert [(one.group_id, len(one.siblings), one.pilots) for part in made for one in table_to_groups(part)] == [("a", 2, 2), ("b", 5, 2), ("c", 2, 2)]
+
+    class Stingy(Generator):
+        def _siblings(self, requests, ask):
+            made = table_to_groups(super()._siblings(requests, ask))
+            return groups_to_table(replace(one, siblings=one.siblings[:4]) for one in made)
+
+    with pytest.raises(ConservationError, match="group b: asked for 2 siblings and 3 more if its pilots say so; got 4"):
+        list(collect._siblings(wanted("ab", more=3), Ask(seed=0, temperature=1.0), collection(Pool(Stingy(extended="b")))))
+
+
+@pytest.mark.parametrize("error", [RayActorError(), GetTimeoutError("overran")])
+def test_what_a_generator_handed_on_before_it_died_is_kept_and_the_rest_sampled_elsewhere(error):
+    second = Generator()
+    pool = Pool(Generator(error=error, parts=2, broken={"b/1"}), second)
+    assert parts(pool, chunk=1) == [[("a", ["terminated"] * 2)], [("b", ["terminated"] * 2)], [("c", ["terminated"] * 2)]]
+    assert second.asked == [["b", "c"]]  # b had failed there
+    assert [entry[:2] for entry in pool.log] == [("lease", 3), ("report", "g0"), ("lease", 3), ("release", "g1")]
+
+
+def test_groups_come_in_chunks_and_those_that_failed_last():
+    pool = Pool(Generator(broken={"b/1"}), Generator())
+    assert [[name for name, _ in part] for part in parts(pool, names="abcde", counts=(2,) * 5, chunk=2)] == [["a"], ["c", "d"], ["e"], ["b"]]
 
 
 def test_groups_are_credited_by_the_method_of_the_configuration():
     made = groups_to_table([group(trunk("t/0", 1.0), trunk("t/1", 0.0), trunk("t/2", 0.0), trunk("t/3", 1.0), name="t", turn=None)])
-    table = collect._samples(made, method=AlgorithmConfig(name="rloo"))
-    assert table["advantage"].to_pylist() == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    trunks = [sibling for one in table_to_groups(made) for sibling in one.siblings]
+    blocks = list(collect._samples(rollouts_to_table(trunks), stage=Stage(), method=AlgorithmConfig(name="rloo"), ask=Ask(seed=0, temperature=1.0),
+                                   collection=collection(Pool())))
+    assert [len(block) for block in blocks] == [1]  # so that nobody can tear it apart
+    assert unpack(blocks[0])["advantage"].to_pylist() == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])

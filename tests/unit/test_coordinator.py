@@ -71,7 +71,7 @@ class Walk(Coordinator):
     """Writes down what it does; every stage generates 10 tokens, every batch of trunks 5, and each of `moves` says whether a stage learns."""
 
     def __init__(self, name="rtpo", args=None, max_turns=3, reached=(0, 1, 2), moves=(True,) * 9, **run):
-        config = Config(run=RunConfig(**run), algorithm=AlgorithmConfig(name=name, args=args or {}), sampling=SamplingConfig(tasks_per_sweep=2),
+        config = Config(run=RunConfig(timeline=0, **run), algorithm=AlgorithmConfig(name=name, args=args or {}), sampling=SamplingConfig(tasks_per_sweep=2),
                         environment=EnvironmentConfig(max_turns=max_turns))
         log = self.log = []
         self.folder = tempfile.mkdtemp(prefix="rtpo-unit-")
@@ -89,9 +89,13 @@ class Walk(Coordinator):
         self.log.append(f"evaluate {done} after {tokens}")
         yield {"kind": "eval"}
 
-    def _episodes(self, batch, name, ask, keep):
-        self.log.append(f"{len(batch)} x {ask.count} {name}{' with boundaries' if ask.keep_boundaries else ''}")
-        return None, EpisodeCounts(episodes=2, generated_tokens=5, boundaries=Counter({turn: 2 for turn in self.reached})), 0.0
+    def _judge(self, done, tokens):
+        return next(self.evaluate(done, tokens))
+
+    def _episodes(self, batch, ask, keep, evaluate):
+        event = self._judge(self._at.sweep, self._at.tokens) if evaluate else None
+        self.log.append(f"{len(batch)} x {ask.count} trunks{' with boundaries' if ask.keep_boundaries else ''}")
+        return None, EpisodeCounts(episodes=2, generated_tokens=5, boundaries=Counter({turn: 2 for turn in self.reached})), 0.0, event
 
     def _stage(self, sweep, number, stage, trunks, episodes):
         self.log.append(stage_name(stage))
@@ -220,11 +224,13 @@ class Mortal(Walk):
         self.tick()
         return super().evaluate(done, tokens)
 
-    def _trunks(self, sweep):
+    def _trunks(self, sweep, evaluate):
         counts = EpisodeCounts(episodes=2, generated_tokens=5, boundaries=Counter({turn: 2 for turn in self.reached}))
         if self._at.stage >= 0:
             assert trunks_folder(self.folder, sweep).is_dir()
             return None, counts, []
+        if evaluate:
+            yield self._evaluated(self._judge(sweep, self._at.tokens))
         self.tick()
         self.log.append(f"trunks of {sweep}")
         trunks_folder(self.folder, sweep).mkdir(parents=True, exist_ok=True)
@@ -368,7 +374,7 @@ def test_a_run_whose_trunks_all_fail_ends_with_the_first_error(tmp_path):
     class Barren(Walk):
         def _episodes(self, batch, name, ask, keep):
             dead = Counter({"EngineError: no room": 2}) if self._at.sweep != 1 else Counter()  # sweep 1 works: the count begins again
-            return None, EpisodeCounts(episodes=2, failed=dead, failed_first={name: "train-0/0" for name in dead}), 0.0
+            return None, EpisodeCounts(episodes=2, failed=dead, failed_first={name: "train-0/0" for name in dead}), 0.0, None
 
     made = Barren(sweeps=9, eval_every=0)
     with pytest.raises(RtpoError, match=r"all trunks of 3 sweeps in a row failed; in sweep 4, train-0/0: EngineError: no room"):
@@ -380,8 +386,9 @@ def test_rates_of_nothing_are_none():
 
 
 def test_phases_and_other_add_up_to_the_total():
-    phases = _phases([{"generate": 1.0}, {"generate": 2.0, "credit": 0.5, "learn": 2.0, "broadcast": 1.0, "other": 9.0, "total": 9.0}], 7.0)
-    assert phases == {"generate": 3.0, "credit": 0.5, "learn": 2.0, "broadcast": 1.0, "other": 1.0, "total": 7.0}
+    stage = {"generate": 2.0, "credit": 0.5, "overlapped": 1.5, "learn": 2.0, "broadcast": 1.0, "other": 9.0, "total": 9.0}
+    phases = _phases([{"generate": 1.0}, stage], 7.0)
+    assert phases == {"generate": 3.0, "credit": 0.5, "overlapped": 1.5, "learn": 2.0, "broadcast": 1.0, "other": 1.0, "total": 7.0}
 
 
 def update(**changes):
