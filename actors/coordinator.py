@@ -171,7 +171,7 @@ class Coordinator(Evaluator):
         with self._joining(), ThreadPoolExecutor(1, "evaluation") as beside, self._timeline.span("trunks"):
             judged = beside.submit(self._judge, self._at.sweep, self._at.tokens) if evaluate else None
             trunks, counts = self._play(batch, "trunks", ask, keep)
-            event = judged and {**judged.result(self._config.sampling.stage_timeout), "retired": self._retired()}
+            event = None if judged is None else {**judged.result(self._config.sampling.stage_timeout), "retired": self._retired()}
         return trunks, counts, self._busy(), event
 
     def _stage(self, sweep: int, number: int, stage: Stage, trunks: ray.data.MaterializedDataset, episodes: EpisodeCounts) -> Event:
@@ -183,7 +183,8 @@ class Coordinator(Evaluator):
         ask = self._ask("siblings", sweep, number if stage.turn is None else stage.turn)
         with self._joining(), self._timeline.span(f"{stage_name(stage)}: samples", "stages"):
             blocks = stage_samples(trunks, stage, self._config.algorithm, ask, self._collection())
-            counts, overlapped = self._gang.take(blocks, self._config.run.overlap)
+            taken = self._gang.take(blocks, self._config.run.overlap)
+        counts = taken.counts
         self._check(counts, where, stage, episodes)
         collected = time.perf_counter()
         self.doing.now(f"{where}: the learner's update")
@@ -196,8 +197,8 @@ class Coordinator(Evaluator):
             self._save_state()
         published = self._push() if self._at.unpublished and stage.publish else None
         done = time.perf_counter()
-        spent = {"generate": self._busy(), "credit": counts.credit_seconds, "overlapped": overlapped, "learn": learned - collected,
-                 "broadcast": done - learned}
+        spent = {"generate": self._busy(), "credit": counts.credit_seconds, "overlapped": taken.overlapped,
+                 "learn": taken.waited + learned - collected, "broadcast": done - learned}
         return stage_event(sweep, stage, counts, update, published) | {"retired": self._retired(), "seconds": _phases([spent], done - started)}
 
     def _siblings(self, stage: Stage, episodes: EpisodeCounts) -> int:

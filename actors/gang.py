@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -19,6 +21,15 @@ from rtpo_ray.errors import DeadlineExceeded, LearnerLost
 from rtpo_ray.types import UpdateResult
 
 LEARNERS = "rtpo-learners"  # name of the placement group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What became of a stage's blocks; times in seconds."""
+
+    counts: StageCounts
+    waited: float  # for the ranks, after the last block had come
+    overlapped: float  # that gradients took before
 
 
 class LearnerGang:
@@ -70,22 +81,21 @@ class LearnerGang:
                  objective=self._objective, temperature=config.sampling.temperature, device="cuda" if learner.gpus else "cpu",
                  seed=config.run.seed)
 
-    def take(self, blocks: Iterable[ray.ObjectRef], stream: bool) -> tuple[StageCounts, float]:
-        """Hand a stage's blocks to the ranks in turn, as they come: (sum of what is in them, seconds that gradients took meanwhile).
-
-        `stream`: once every rank has another one, gradients are added up, if the objective allows it.
-        """
+    def take(self, blocks: Iterable[ray.ObjectRef], stream: bool) -> Taken:
+        """Hand a stage's blocks to the ranks in turn, as they come. `stream`: once every rank has another one, gradients are added up, if the
+        objective allows it."""
         stream = stream and self._objective.adds_up
-        counted, added, timings = list[ray.ObjectRef](), list[ray.ObjectRef](), list[ray.ObjectRef]()
-        for number, block in enumerate(blocks, 1):
-            counted.append(self.ranks[(number - 1) % len(self.ranks)].receive.remote(block))
-            if stream and number % len(self.ranks) == 0:
-                first, *others = [rank.accumulate.remote() for rank in self.ranks]
-                timings.append(first)
-                added += others
+        counted, added = list[ray.ObjectRef](), list[ray.ObjectRef]()
+        for number, block in enumerate(blocks):
+            turn = number % len(self.ranks)
+            counted.append(self.ranks[turn].receive.remote(block))
+            if stream and turn == len(self.ranks) - 1:
+                added += [rank.accumulate.remote() for rank in self.ranks]
+        came = time.perf_counter()
         counts = sum(self._answers(counted, "take a stage's samples"), StageCounts())
-        seconds = sum(self._answers([*timings, *added], "add up a stage's gradient")[:len(timings)])
-        return counts, seconds
+        seconds = sum(self._answers(added, "add up a stage's gradient")) / len(self.ranks)
+        waited = time.perf_counter() - came
+        return Taken(counts=counts, waited=waited, overlapped=max(0.0, seconds - waited))
 
     def update(self, n_groups: int, n_rollouts: int, seed: int) -> UpdateResult:
         """One update on all that was fed; the ranks agree on the result."""

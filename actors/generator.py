@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -78,16 +77,30 @@ class Generator:
         runs = [self._trunk(task, trunk, ask) for task in table_to_tasks(tasks) for trunk in range(ask.count)]
         return rollouts_to_table(await self._gather(runs))
 
-    async def siblings(self, requests: pa.Table, ask: Ask) -> pa.Table:
+    async def siblings(self, requests: pa.Table, ask: Ask) -> AsyncIterator[pa.Table]:
         """REQUESTS rows to GROUPS rows, `count` siblings a boundary, each continued to the end by the same weights."""
         rows = requests.to_pylist()
         boundaries = [Boundary(**row["boundary"]) for row in rows]
-        runs = [self._sibling(row["group_id"], row["task_id"], row["parent"], boundary, index, ask)
-                for row, boundary in zip(rows, boundaries, strict=True) for index in range(row["count"])]
-        rollouts = iter(await self._gather(runs))
-        return groups_to_table(
-            Group(group_id=row["group_id"], task_id=row["task_id"], turn=boundary.turn, siblings=tuple(itertools.islice(rollouts, row["count"])))
-            for row, boundary in zip(rows, boundaries, strict=True))
+        gate = asyncio.Semaphore(self._concurrency)
+
+        async def one(run: Coroutine[Any, Any, Rollout]) -> Rollout:
+            async with gate:
+                return await run
+        futures = []
+        for row, boundary in zip(rows, boundaries, strict=True):
+            runs = [self._sibling(row["group_id"], row["task_id"], row["parent"], boundary, index, ask) for index in range(row["count"])]
+            async def group(runs: list[Coroutine[Any, Any, Rollout]] = runs) -> list[Rollout]:
+                return await asyncio.gather(*(one(run) for run in runs))
+            futures.append(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(group(), self._loop)))
+        chunk = ask.chunk or max(1, len(rows))
+        for start in range(0, len(rows), chunk):
+            made = [await future for future in futures[start:start + chunk]]
+            yield groups_to_table(
+                Group(group_id=row["group_id"], task_id=row["task_id"], turn=boundary.turn, siblings=tuple(rollouts))
+                for row, boundary, rollouts in zip(rows[start:start + chunk], boundaries[start:start + chunk], made, strict=True))
+
+    async def take_spans(self) -> list[Any]:
+        return []
 
     async def join_channel(self, name: str, rank: int, world_size: int, host: str, port: int, device: str, timeout: float, bucket_bytes: int) -> None:
         """Become receiver `rank` of the weight channel `name`; returns when every rank is there."""

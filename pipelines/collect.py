@@ -166,8 +166,8 @@ def _siblings(wanted: pa.Table, ask: Ask, collection: Collection) -> Iterator[pa
     for name, size, extended in found:
         row = expected.pop(name, {"count": 0, "more": 0})
         if size != row["count"] + row["more"] * extended:
-            raise ConservationError(f"group {name}: asked for {row['count']} siblings and {row['more']} more if its pilots say so; got {size}, or the "
-                                    "group came twice")
+            raise ConservationError(f"group {name}: asked for {row['count']} siblings and {row['more']} more if its pilots say so; got {size}, or "
+                                    "the group came twice")
     if expected:
         raise ConservationError(f"asked for siblings of {len(wanted)} groups; {', '.join(sorted(expected))} did not come")
 

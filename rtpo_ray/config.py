@@ -27,8 +27,8 @@ from rtpo_ray.plugins import source_of
 
 # What a resumed run may change: where and how it computes, how long and how often it reports, and nothing that decides what it learns.
 FREE = ("run.name", "run.root", "run.resume", "run.experiment", "run.sweeps", "run.tokens", "run.eval_every", "run.eval_every_tokens",
-        "run.eval_tasks", "run.eval_samples", "run.eval_greedy", "run.checkpoint_every", "run.state_every", "run.keep_states", "run.overlap", "run.timeline",
-        "run.aim", "cluster.",
+        "run.eval_tasks", "run.eval_samples", "run.eval_greedy", "run.checkpoint_every", "run.state_every", "run.keep_states", "run.overlap",
+        "run.timeline", "run.aim", "cluster.",
         "environment.step_timeout",
         "sampling.chunk_groups", "sampling.retries", "sampling.concurrency", "sampling.stage_timeout",
         "generators.min", "generators.max", "generators.release", "generators.lost_after",
@@ -56,7 +56,7 @@ class RunConfig:
     checkpoint_every: int = opt(0, "sweeps between checkpoints that are kept for good; 0: only the final model", least=0)
     state_every: int = opt(1, "updates between saved states of the learner, from which a run is resumed; 0: none", least=0)
     keep_states: int = opt(2, "how many of the last saved states are kept", least=1)
-    overlap: bool = opt(True, "hide what can be hidden: gradients of finished groups behind the tail of their stage, evaluations behind the next trunks")
+    overlap: bool = opt(True, "gradients of finished groups are computed while their stage is sampled to its end, evaluations beside the next trunks")
     timeline: int = opt(2, "first sweeps of which a timeline is kept, in timeline/ of the run's folder, for https://ui.perfetto.dev", least=0)
     aim: bool = opt(True, "track in an Aim repository at run.root as well as in metrics.jsonl")
 

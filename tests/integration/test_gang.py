@@ -10,6 +10,7 @@ from running import end_actors, wait_until
 
 from actors.gang import LearnerGang
 from actors.publisher import WeightPublisher
+from pipelines.rows import pack
 from rtpo_ray import algorithms
 from rtpo_ray.config import load_config
 from rtpo_ray.types import Rollout
@@ -25,7 +26,8 @@ def random_model(tmp_path_factory):
 
 def configured(ranks):
     return load_config(None, ["cluster.local_cpus=4", f"learner.ranks={ranks}", "learner.cpus=0.5", "learner.lr=1e-2",
-                              "learner.micro_batch_tokens=512", "learner.timeout=60", "weights.timeout=8", "weights.bucket_mb=1"])
+                              "learner.micro_batch_tokens=128", "generators.max_model_len=128",
+                              "learner.timeout=60", "weights.timeout=8", "weights.bucket_mb=1"])
 
 
 def open_gang(ranks, path):
@@ -46,12 +48,12 @@ def stage(path):
     return [credited(*groups[start:end]) for start, end in ((0, 1), (1, 5), (5, 5), (5, 7), (7, 10))], len(groups)
 
 
-def test_any_number_of_ranks_computes_the_same_update(cluster, random_model):
+def test_any_number_of_ranks_computes_the_same_update_streamed_or_not(cluster, random_model):
     blocks, n_groups = stage(random_model)
     results, scores = [], []
     for ranks in (1, 2, 3):
         gang = open_gang(ranks, random_model)
-        counts = gang.counts([gang.feed(ray.put(block)) for block in blocks])
+        counts = gang.take([ray.put(pack(block)) for block in blocks], stream=ranks > 1).counts
         assert (counts.groups, counts.siblings, counts.trained) == (n_groups, 30, 30)
         results.append(gang.update(n_groups, 30, seed=1))
         scores.append(gang.score([(PROBE, [5, 6, 7])])[0])
@@ -98,7 +100,7 @@ def publishing(gang, random_model):
 def train(gang, path):
     """One step, so that the weights differ from what anyone holds."""
     blocks, n_groups = stage(path)
-    gang.counts([gang.feed(ray.put(block)) for block in blocks])
+    gang.take([ray.put(pack(block)) for block in blocks], stream=True)
     assert gang.update(n_groups, 30, seed=2).optimizer_steps == 1
 
 

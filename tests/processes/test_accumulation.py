@@ -60,7 +60,8 @@ def not_finite(rank, world, model, good, bad):
     return first.refused, first.optimizer_steps, learner.update(good, N_GROUPS, N_ROLLOUTS, seed=5).optimizer_steps
 
 
-PARTS = {1: [[slice(0, 3)], [slice(3, 3)], [slice(3, 7)], [slice(7, 8)]], 2: [[slice(0, 3), slice(3, 3)], [slice(3, 4), slice(4, 8)], [slice(8, 8)] * 2]}
+PARTS = {1: [[slice(0, 3)], [slice(3, 3)], [slice(3, 7)], [slice(7, 8)]],
+         2: [[slice(0, 3), slice(3, 3)], [slice(3, 4), slice(4, 8)], [slice(8, 8)] * 2]}
 
 
 @pytest.mark.parametrize("world", [1, 2])

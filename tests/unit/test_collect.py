@@ -275,7 +275,8 @@ def test_siblings_that_a_generator_lost_or_doubled_are_refused():
 
 def test_pilots_are_followed_by_all_of_the_others_or_by_none():
     made = collect._siblings(wanted("abc", counts=(2, 2, 2), more=3), Ask(seed=0, temperature=1.0), collection(Pool(Generator(extended="b"))))
-    assert [(one.group_id, len(one.siblings), one.pilots) for part in made for one in table_to_groups(part)] == [("a", 2, 2), ("b", 5, 2), ("c", 2, 2)]
+    assert [(one.group_id, len(one.siblings), one.pilots) for part in made for one in table_to_groups(part)] == [
+        ("a", 2, 2), ("b", 5, 2), ("c", 2, 2)]
 
     class Stingy(Generator):
         def _siblings(self, requests, ask):

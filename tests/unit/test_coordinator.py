@@ -71,8 +71,8 @@ class Walk(Coordinator):
     """Writes down what it does; every stage generates 10 tokens, every batch of trunks 5, and each of `moves` says whether a stage learns."""
 
     def __init__(self, name="rtpo", args=None, max_turns=3, reached=(0, 1, 2), moves=(True,) * 9, **run):
-        config = Config(run=RunConfig(timeline=0, **run), algorithm=AlgorithmConfig(name=name, args=args or {}), sampling=SamplingConfig(tasks_per_sweep=2),
-                        environment=EnvironmentConfig(max_turns=max_turns))
+        config = Config(run=RunConfig(timeline=0, **run), algorithm=AlgorithmConfig(name=name, args=args or {}),
+                        sampling=SamplingConfig(tasks_per_sweep=2), environment=EnvironmentConfig(max_turns=max_turns))
         log = self.log = []
         self.folder = tempfile.mkdtemp(prefix="rtpo-unit-")
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
