@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.errors import CheckpointError, ContextMismatch, NonFiniteUpdate, RtpoError
 from rtpo_ray.policy import lora, modeling
-from rtpo_ray.policy.batching import MicroBatch, check_samples, check_unique, collate, dummy, plan_micro_batches
+from rtpo_ray.policy.batching import MicroBatch, check_samples, check_unique, dummy, plan
 from rtpo_ray.policy.update import Update
 from rtpo_ray.types import Sample, UpdateResult, context_hash
 from rtpo_ray.weights.channel import TensorSpec
@@ -209,16 +209,15 @@ class Learner:
 
     def micro_batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
         """This rank's micro-batches on the device, then dummies up to the largest number on any rank."""
-        plan = plan_micro_batches(samples, self._config.micro_batch_tokens)
-        count = torch.tensor(len(plan), device=self.device)
+        mine = plan(samples, self._config.micro_batch_tokens, packed=self.policy.packs, share=self._config.share_prefixes)
+        count = torch.tensor(len(mine), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         for number in range(int(count.item())):
-            yield (collate(plan[number]) if number < len(plan) else dummy()).to(self.device)
+            yield (mine[number]() if number < len(mine) else dummy()).to(self.device)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """float32 [M] each: log-probabilities, and values when the policy has a value head."""
-        found: tuple[Tensor, Tensor | None] = self.policy(batch.input_ids, batch.rows, batch.columns, batch.targets, self._temperature)
-        return found
+        return self._forward(self.policy, batch)
 
     @torch.no_grad()
     def reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
@@ -228,8 +227,11 @@ class Learner:
         if self._reference is None:
             with lora.without_adapters(self.policy.lm):
                 return self.forward(batch)[0]
-        logprobs: Tensor = self._reference(batch.input_ids, batch.rows, batch.columns, batch.targets, self._temperature)[0]
-        return logprobs
+        return self._forward(self._reference, batch)[0]
+
+    def _forward(self, policy: modeling.Policy, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        logprobs, values = policy(batch.input_ids, batch.rows, batch.columns, batch.labels, self._temperature, layout=batch.layout)
+        return logprobs[batch.scored], None if values is None else values[batch.scored]
 
     def optimizer_step(self, refused: str) -> tuple[float, str]:
         """Clip the gradient and step, unless `refused` or the gradient is not finite: (norm before clipping, why there was no step)."""
