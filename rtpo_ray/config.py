@@ -33,8 +33,8 @@ FREE = ("run.name", "run.root", "run.resume", "run.experiment", "run.sweeps", "r
         "generators.min", "generators.max", "generators.release", "generators.lost_after",
         "generators.cpus", "generators.gpus", "generators.resource", "generators.threads", "generators.max_num_seqs", "generators.kv_cache_mb",
         "generators.gpu_memory_utilization", "learner.ranks", "learner.cpus", "learner.gpus", "learner.resource",
-        "learner.threads", "learner.micro_batch_tokens", "learner.share_prefixes", "learner.recompute", "learner.max_refused", "learner.timeout", "weights.",
-        "warm_start.cache")
+        "learner.threads", "learner.micro_batch_tokens", "learner.share_prefixes", "learner.recompute", "learner.max_refused",
+        "learner.timeout", "weights.", "warm_start.cache")
 
 
 

@@ -287,11 +287,11 @@ class Learner:
     def _build_optimizer(self) -> torch.optim.AdamW:
         config, trained = self._config, list(self._trained().values())
         optimizer = torch.optim.AdamW(trained, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
-                                      weight_decay=config.weight_decay)
+                                      weight_decay=config.weight_decay, fused=True)
         for parameter in trained:
             # AdamW would create these at its first step; a checkpoint needs the same entries before it.
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
         return optimizer
 
     def _state(self) -> dict[str, Any]:

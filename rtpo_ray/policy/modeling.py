@@ -72,7 +72,7 @@ class Policy(nn.Module):
         return logprobs, values
 
 
-def token_logprobs(head: nn.Module, hidden: Tensor, labels: Tensor, temperature: float) -> Tensor:
+def token_logprobs(head: Any, hidden: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """float32 [S]: log softmax(head(hidden) / temperature) of the labels; hidden [S, width].
 
     Logits are made for LOGITS_BYTES at a time and once more in the backward pass, so that they never take more.

@@ -41,7 +41,8 @@ PADDED, PACKED, UNSHARED = ("padded", dict(packed=False)), ("packed", dict(packe
 
 def sample(name: str, group: str, context: list[int], response: list[int], rollout: str = "") -> Sample:
     return Sample(sample_id=name, context_ids=context, context_hash=context_hash(context), response_ids=response,
-                  engine_logprobs=[-1.0] * len(response), advantage=random.Random(name).uniform(-1, 1), weight=0.125, group_id=group, rollout_id=rollout)
+                  engine_logprobs=[-1.0] * len(response), advantage=random.Random(name).uniform(-1, 1), weight=0.125, group_id=group,
+                  rollout_id=rollout)
 
 
 def sibling_samples(groups: int, context: int, response: int) -> list[Sample]:
@@ -93,7 +94,8 @@ def gradient(policy: modeling.Policy) -> torch.Tensor:
 def compare(name: str, policy: modeling.Policy, samples: list[Sample], budget: int, repetitions: int) -> dict[str, Any]:
     """Medians of alternating passes."""
     ways: list[tuple[str, dict[str, Any]]] = [PADDED, PACKED, UNSHARED]
-    figures: dict[str, Any] = {"samples": len(samples), "micro_batch_tokens": budget, "tokens": sum(len(s.context_ids) + len(s.response_ids) for s in samples)}
+    tokens = sum(len(s.context_ids) + len(s.response_ids) for s in samples)
+    figures: dict[str, Any] = {"samples": len(samples), "micro_batch_tokens": budget, "tokens": tokens}
     gradients = {}
     for way, how in ways:  # also warms up
         figures[f"positions, {way}"], figures["unique"] = one_pass(policy, samples, budget, how)
@@ -123,7 +125,8 @@ def profiled(act: Callable[[], object], rows: int = 14) -> list[str]:
         act()
     events = sorted(recorded.key_averages(), key=lambda event: -event.self_cpu_time_total)
     total = sum(event.self_cpu_time_total for event in events)
-    return [f"{event.self_cpu_time_total / total:6.1%} {event.self_cpu_time_total / 1e3:9.1f} ms {event.count:6d} x {event.key}" for event in events[:rows]]
+    return [f"{event.self_cpu_time_total / total:6.1%} {event.self_cpu_time_total / 1e3:9.1f} ms {event.count:6d} x {event.key}"
+            for event in events[:rows]]
 
 
 def main() -> int:

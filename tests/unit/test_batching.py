@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rtpo_ray.errors import ContextMismatch
-from rtpo_ray.policy.batching import assign_steps, check_samples, check_unique, collate_padded, dummy, length, plan, plan_rows, sequences
+from rtpo_ray.policy.batching import assign_steps, check_samples, check_unique, collate_padded, dummy, length, plan_rows, sequences
 from rtpo_ray.types import Sample, context_hash
 
 
