@@ -342,7 +342,7 @@ def stage_event(sweep: int, stage: Stage, counts: StageCounts, update: UpdateRes
         "ratio_geomean": _finite(update.ratio_geomean) if trained else None, "k3": _finite(update.k3) if trained else None,
         "clip_fraction": update.clip_fraction,
         "loss": _finite(update.loss), "grad_norm": _finite(update.grad_norm), "optimizer_steps": update.optimizer_steps, "refused": update.refused,
-        "trained_tokens": update.tokens, "learner_tokens": update.learner_tokens,
+        "trained_tokens": update.tokens, "learner_tokens": update.learner_tokens, "unique_tokens": update.unique_tokens,
         "weights_hash": published.hash if published else None, "probe_gap": published.probe_gap if published else None}
 
 

@@ -184,5 +184,6 @@ class UpdateResult:
     clip_fraction: float  # share of token uses whose gradient the clip removed
     tokens: int  # response tokens of the samples, each counted once
     learner_tokens: int  # positions of the forward and backward passes, padding and repeated epochs included
+    unique_tokens: int  # of these, what a rank has to compute once: prefixes that are distinct among its samples of a step
     optimizer_steps: int  # that were taken
     refused: str  # "" or why a step was refused: "samples a, b" or "gradient norm"

@@ -33,7 +33,7 @@ from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.errors import CheckpointError, ContextMismatch, NonFiniteUpdate, RtpoError
 from rtpo_ray.policy import lora, modeling
 from rtpo_ray.policy.accumulation import Accumulation
-from rtpo_ray.policy.batching import MicroBatch, check_samples, check_unique, collate, dummy, length, plan_micro_batches
+from rtpo_ray.policy.batching import MicroBatch, check_samples, check_unique, computed_tokens, dummy, plan
 from rtpo_ray.policy.update import Update
 from rtpo_ray.types import Sample, UpdateResult, context_hash
 from rtpo_ray.weights.channel import TensorSpec
@@ -135,7 +135,8 @@ class Learner:
 
     def fills_a_micro_batch(self, samples: Sequence[Sample]) -> bool:
         """Whether some rank's samples are enough for one: fewer would be computed at a worse pace."""
-        tokens = torch.tensor(sum(length(sample) for sample in samples), device=self.device)
+        found = computed_tokens(samples, packed=self.policy.packs, share=self._config.share_prefixes)
+        tokens = torch.tensor(found, device=self.device)
         dist.all_reduce(tokens, op=dist.ReduceOp.MAX)
         return bool(tokens >= self._config.micro_batch_tokens)
 
@@ -245,16 +246,15 @@ class Learner:
 
     def micro_batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
         """This rank's micro-batches on the device, then dummies up to the largest number on any rank."""
-        plan = plan_micro_batches(samples, self._config.micro_batch_tokens)
-        count = torch.tensor(len(plan), device=self.device)
+        mine = plan(samples, self._config.micro_batch_tokens, packed=self.policy.packs, share=self._config.share_prefixes)
+        count = torch.tensor(len(mine), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         for number in range(int(count.item())):
-            yield (collate(plan[number]) if number < len(plan) else dummy()).to(self.device)
+            yield (mine[number]() if number < len(mine) else dummy()).to(self.device)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """float32 [M] each: log-probabilities, and values when the policy has a value head."""
-        found: tuple[Tensor, Tensor | None] = self.policy(batch.input_ids, batch.rows, batch.columns, batch.targets, self._temperature)
-        return found
+        return self._forward(self.policy, batch)
 
     @torch.no_grad()
     def reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
@@ -264,8 +264,11 @@ class Learner:
         if self._reference is None:
             with lora.without_adapters(self.policy.lm):
                 return self.forward(batch)[0]
-        logprobs: Tensor = self._reference(batch.input_ids, batch.rows, batch.columns, batch.targets, self._temperature)[0]
-        return logprobs
+        return self._forward(self._reference, batch)[0]
+
+    def _forward(self, policy: modeling.Policy, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        logprobs, values = policy(batch.input_ids, batch.rows, batch.columns, batch.labels, self._temperature, layout=batch.layout)
+        return logprobs[batch.scored], None if values is None else values[batch.scored]
 
     def optimizer_step(self, unusable: Sequence[str], scale: float = 1.0) -> tuple[float, str]:
         """Multiply the gradient by `scale`, clip it and step, unless a sample is `unusable` on any rank or the gradient is not finite: (norm before
@@ -328,11 +331,11 @@ class Learner:
     def _build_optimizer(self) -> torch.optim.AdamW:
         config, trained = self._config, list(self._trained().values())
         optimizer = torch.optim.AdamW(trained, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
-                                      weight_decay=config.weight_decay)
+                                      weight_decay=config.weight_decay, fused=True)
         for parameter in trained:
             # AdamW would create these at its first step; a checkpoint needs the same entries before it.
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
         return optimizer
 
     def _state(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from rtpo_ray.config import LearnerConfig
 from rtpo_ray.policy import lora
-from rtpo_ray.policy.modeling import layers_of
+from rtpo_ray.policy.modeling import LOGITS_BYTES, layers_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -35,6 +35,7 @@ class ModelSize:
     layers: int
     kv_heads: int
     head_dim: int
+    hidden: int
     vocabulary: int
     longest: int  # positions that the model knows; 0: any number
 
@@ -77,7 +78,7 @@ def size_of(lm: Any) -> ModelSize:
         layer=max((_count(layer.parameters()) for layer in layers_of(lm)), default=0), root=_count(root),
         root_trained=_count(parameter for parameter in root if parameter.requires_grad), layers=text.num_hidden_layers,
         kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads, vocabulary=text.vocab_size,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads, hidden=text.hidden_size, vocabulary=text.vocab_size,
         longest=getattr(text, "max_position_embeddings", None) or 0)
 
 
@@ -134,20 +135,24 @@ def rank_memory(
     gathered       c (root + 2 layer): the root unit is whole from the first embedding to the last gradient, one layer computes and the next
                    is fetched or copied out of the gathering's buffer.
     working        the largest of what does not come at the same time:
-        the loss        12 M V: log-probabilities, their gradient and that of the logits, in float32;
+        the loss        12 M V: log-probabilities, their gradient and that of the logits, in float32. M ends where the logits take
+                        modeling.LOGITS_BYTES; of a trained head there is then c hidden V twice, the gradient so far and what is added;
         a layer         2 of the widest tensors for gradients that meet in its gated product, c P / N layer for its first weight gradients,
                         and with `recompute` all that it keeps;
         a reduction     2 (c + 4) P / N layer: the gradients of a layer and of the one before, in c bytes and as the float32 input;
-        the root        (2 c + 4) of its trained parameters: gradients of head and embedding, and the reduction's input;
-        the step        two of AdamW's temporaries for one shard; always less than the others, and left out.
+        the root        (2 c + 4) of its trained parameters: gradients of head and embedding, and the reduction's input.
     activations    what autograd keeps of all layers, or with `recompute` their inputs, and of what follows them.
 
-    Not in it: the CUDA context and NCCL's buffers (about 1 GB a GPU), and what the allocator loses to fragments.
+    Not in it: the masks of siblings with long common contexts (C shared tokens and T new ones below them: c T (C + T), once for all layers)
+    and the keys that are there again for them, the CUDA context and NCCL's buffers (about 1 GB a GPU), and what the allocator loses to
+    fragments.
     """
     c = BYTES[dtype]
     share = size.trained / size.held
     kept = (activations.inputs if recompute else activations.layers) + activations.rest
-    logits = 12 * scored * size.vocabulary
+    logits = 12 * min(scored, LOGITS_BYTES // (4 * size.vocabulary)) * size.vocabulary
+    if 4 * scored * size.vocabulary > LOGITS_BYTES and size.root_trained:
+        logits += 2 * c * size.hidden * size.vocabulary
     layer = 2 * activations.widest + int(share * c * size.layer) + recompute * activations.layer
     reduction = int(share * 2 * (c + 4) * size.layer)
     root = (2 * c + 4) * size.root_trained
@@ -163,15 +168,15 @@ def _count(parameters: Iterable[Tensor]) -> int:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps what a fused kernel keeps: its inputs, its output and a log-sum-exp a position. On tensors without numbers PyTorch would
-    choose the kernel that keeps T x T scores."""
+    """Keeps what a fused kernel keeps: its inputs, its output and a log-sum-exp a position; what the layer gets is put back in the order of
+    the packed tokens, which is a copy. On tensors without numbers PyTorch would choose the kernel that keeps T x T scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[B, heads, T, width of a head] -> [B, T, heads, width of a value]."""
         result = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:3], dtype=torch.float32))
-        return result
+        return torch.empty_like(result)
 
 
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:

@@ -3,7 +3,7 @@
 Master weights are float32; `compute_dtype` is what the forward and backward passes use. One code path for CPUs (gloo) and
 GPUs (nccl), and for any number of ranks including one.
 
-Axes: B sequences, L padded length, M scored tokens, V vocabulary.
+Axes: B sequences, L padded length, S scored tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,38 +23,73 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from rtpo_ray.policy import lora
+from rtpo_ray.policy.attention import biased, use_forest
+from rtpo_ray.policy.forest import Layout
 
 if TYPE_CHECKING:
     from rtpo_ray.config import LearnerConfig
 
 
+LOGITS_BYTES = 256 * 2**20  # float32 logits that exist at once
+
+
 class Policy(nn.Module):
     """Log-probabilities of given tokens under a causal LM, and values when it has a head for them.
 
-    Sequences are padded on the right and attention is causal, so no scored position can see padding and no mask is needed.
+    It takes sequences packed, when `packs`, or padded on the right: attention is causal, so no scored position can see padding and no mask
+    is needed.
     """
+
+    packs = False  # whether forward takes a layout
 
     def __init__(self, lm: Any, compute_dtype: torch.dtype, value_head: bool = False) -> None:
         super().__init__()
         self.lm = lm
         self.compute_dtype = compute_dtype
         self.plain_head = _head_is_plain(lm)
+        self.packs = use_forest(lm)
         self.value_head = _new_value_head(lm) if value_head else None
 
-    def forward(self, input_ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
-        """float32 [M] each: log pi(targets[m] | input_ids[rows[m], :columns[m] + 1]) at `temperature`, and the value of that prefix.
+    def forward(
+        self, input_ids: Tensor, rows: Tensor, columns: Tensor, labels: Tensor, temperature: float, layout: Layout | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """float32 [S] each: log pi(labels[s] | what input_ids[rows[s], columns[s]] ends) at `temperature`, and the value of that prefix.
 
-        input_ids [B, L]; rows, columns, targets [M], where columns is the position whose logits predict the target.
+        input_ids [B, L]; rows, columns, labels [S], where columns is the position whose logits predict the label. `layout`: of a packed
+        micro-batch [1, N].
         """
+        options: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+        if layout is not None:
+            options |= {"position_ids": layout.positions, "layout": biased(layout, self.lm)}
         if self.plain_head:
-            hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[rows, columns]
-            logits = self.lm.get_output_embeddings()(hidden)
+            hidden = self.lm.base_model(**options).last_hidden_state[rows, columns]
+            logprobs = token_logprobs(self.lm.get_output_embeddings(), hidden, labels, temperature)
         else:
-            output = self.lm(input_ids=input_ids, use_cache=False, output_hidden_states=self.value_head is not None)
-            logits = output.logits[rows, columns]
+            output = self.lm(**options, output_hidden_states=self.value_head is not None)
+            logprobs = _logprobs(output.logits[rows, columns], labels, temperature)
             hidden = output.hidden_states[-1][rows, columns] if self.value_head is not None else None
         values = self.value_head(hidden).float().sum(-1) if self.value_head is not None else None
-        return -F.cross_entropy(logits.float() / temperature, targets, reduction="none"), values
+        return logprobs, values
+
+
+def token_logprobs(head: Any, hidden: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """float32 [S]: log softmax(head(hidden) / temperature) of the labels; hidden [S, width].
+
+    Logits are made for LOGITS_BYTES at a time and once more in the backward pass, so that they never take more.
+    """
+    rows = max(LOGITS_BYTES // (4 * head.weight.shape[0]), 1)
+    if len(hidden) <= rows:
+        return _logprobs(head(hidden), labels, temperature)
+
+    def part(hidden: Tensor, labels: Tensor) -> Tensor:
+        return _logprobs(head(hidden), labels, temperature)
+
+    chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
+    return torch.cat([checkpoint(part, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks])
+
+
+def _logprobs(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    return -F.cross_entropy(logits.float() / temperature, labels, reduction="none")
 
 
 def load_policy(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rtpo_ray.policy.learner import Learner
 
-_SUMS = ("tokens", "gap", "absolute_gap", "k3", "loss", "clipped_tokens", "ratio_tokens", "positions")
+_SUMS = ("tokens", "gap", "absolute_gap", "k3", "loss", "clipped_tokens", "ratio_tokens", "positions", "unique")
 
 
 def add_gradient(
@@ -68,7 +68,8 @@ class Totals:
         if not batch.sample_ids:
             return
         positions = torch.tensor(float(batch.input_ids.numel()), device=loss.device)
-        self._add(loss=loss, clipped_tokens=metrics["clipped_tokens"], ratio_tokens=metrics["tokens"], positions=positions)
+        unique = torch.full_like(positions, float(batch.unique_tokens))
+        self._add(loss=loss, clipped_tokens=metrics["clipped_tokens"], ratio_tokens=metrics["tokens"], positions=positions, unique=unique)
 
     def result(self, grad_norms: Sequence[float], taken: int, refused: str, loss_scale: float = 1.0) -> UpdateResult:
         """Sum over the ranks (collective)."""
@@ -81,7 +82,7 @@ class Totals:
             loss=total["loss"] * loss_scale / steps, grad_norm=sum(grad_norms) / steps, logprob_gap_mean=total["absolute_gap"] / tokens,
             logprob_gap_max=float(self._worst), ratio_geomean=float(torch.tensor(total["gap"] / tokens, dtype=torch.float64).exp()),
             k3=total["k3"] / tokens, clip_fraction=total["clipped_tokens"] / max(total["ratio_tokens"], 1.0), tokens=int(total["tokens"]),
-            learner_tokens=int(total["positions"]), optimizer_steps=taken, refused=refused)
+            learner_tokens=int(total["positions"]), unique_tokens=int(total["unique"]), optimizer_steps=taken, refused=refused)
 
     def _add(self, **values: Tensor) -> None:
         for name, value in values.items():

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rtpo_ray.policy.learner import Learner
 
 
-
 class Update:
     """Args:
     learner: the rank; gives micro-batches, log-probabilities, gathering and the optimizer.

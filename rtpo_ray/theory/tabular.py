@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtpo_ray.policy import modeling
+from rtpo_ray.policy.forest import Layout
 from rtpo_ray.theory.tree import Probabilities, Tree
 
 
@@ -43,13 +44,15 @@ class TabularPolicy(modeling.Policy):
         if self.value_head is not None:
             nn.init.zeros_(self.value_head.weight)
 
-    def forward(self, input_ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
-        """As `modeling.Policy.forward`. KeyError when a sequence is none of the game's."""
+    def forward(
+        self, input_ids: Tensor, rows: Tensor, columns: Tensor, labels: Tensor, temperature: float, layout: Layout | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `modeling.Policy.forward`, of padded sequences only. KeyError when a sequence is none of the game's."""
         ids = input_ids.tolist()
         index = torch.tensor([self.prefixes[tuple(ids[row][: column + 1])] for row, column in zip(rows.tolist(), columns.tolist(), strict=True)])
         logits = self.lm.weight[index].masked_fill(~self.legal[index], -torch.inf)
         values = None if self.value_head is None else self.value_head(F.one_hot(index, len(self.prefixes)).float()).sum(-1)
-        return -F.cross_entropy(logits / temperature, targets, reduction="none"), values
+        return -F.cross_entropy(logits / temperature, labels, reduction="none"), values
 
 
 def _logits(tree: Tree, policy: Probabilities) -> dict[tuple[tuple[int, ...], int], float]:

@@ -62,7 +62,7 @@ class NoopGang:
 
     def update(self, n_groups, n_rollouts, seed):
         return UpdateResult(loss=0.0, grad_norm=0.0, logprob_gap_mean=0.0, logprob_gap_max=0.0, ratio_geomean=1.0, k3=0.0, clip_fraction=0.0,
-                            tokens=1, learner_tokens=1, optimizer_steps=0, refused="")
+                            tokens=1, learner_tokens=1, unique_tokens=1, optimizer_steps=0, refused="")
 
 
 class Shared:

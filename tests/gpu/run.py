@@ -50,7 +50,7 @@ def learner_config(**changes: Any) -> Any:
     """The fields of rtpo_ray.config.LearnerConfig that the learner reads, without the library that reads YAML."""
     defaults: dict[str, Any] = dict(
         micro_batch_tokens=8192, lr=1e-6, warmup_steps=0, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8, max_grad_norm=1.0,
-        max_refused=3, recompute=False, lora_rank=0, lora_alpha=32.0, lora_targets="all-linear")
+        max_refused=3, share_prefixes=True, recompute=False, lora_rank=0, lora_alpha=32.0, lora_targets="all-linear")
     return SimpleNamespace(**{**defaults, **changes})
 
 

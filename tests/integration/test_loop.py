@@ -18,7 +18,7 @@ from rtpo_ray.types import derive_seed
 
 STAGE = {"kind", "sweep", "turn", "groups", "siblings", "success", "zero_advantage_rate", "weight_version", "generated_tokens", "prompt_tokens",
          "cached_prompt_tokens", "failed", "filtered", "logprob_gap_mean", "logprob_gap_max", "ratio_geomean", "loss", "grad_norm", "seconds"}
-STAGE_TOO = {"k3", "failed_first", "trained", "clip_fraction", "optimizer_steps", "refused", "trained_tokens", "learner_tokens",
+STAGE_TOO = {"k3", "failed_first", "trained", "clip_fraction", "optimizer_steps", "refused", "trained_tokens", "learner_tokens", "unique_tokens",
              "weights_hash", "probe_gap", "retired", "unsaved", "time"}
 SWEEP = {"kind", "sweep", "tasks", "trunk_success", "trunk_turns_mean", "seconds"}
 SWEEP_TOO = {"unsaved", "time", "retired", "trunk_ends", "failed", "failed_first", "generated_tokens", "weight_version"}

@@ -19,7 +19,7 @@ from rtpo_ray.algorithms.base import Algorithm, Objective, Stage
 from rtpo_ray.config import LearnerConfig, load_config
 from rtpo_ray.dryrun import _full_trunks, _starts, nodes_of
 from rtpo_ray.errors import ConfigError
-from rtpo_ray.policy import tiny
+from rtpo_ray.policy import memory, modeling, tiny
 from rtpo_ray.policy.learner import Learner
 from rtpo_ray.policy.memory import activations_of, blueprint, rank_memory, size_of
 from rtpo_ray.types import Sample, context_hash
@@ -88,8 +88,8 @@ def test_published_parameter_counts():
 
 @pytest.mark.parametrize(("words", "parts"), [
     (["learner.ranks=1"], ["field learner.ranks is 1: weights, gradients and moments of a rank are 131.05 GB and it has 80.00 GB", "lora_rank"]),
-    (["generators.max_model_len=40960", "learner.micro_batch_tokens=40960"],
-     ["field learner.micro_batch_tokens is 40960", "has 80.00 GB; lower it, raise learner.ranks or set learner.lora_rank"]),
+    (["learner.micro_batch_tokens=200000"],
+     ["field learner.micro_batch_tokens is 200000", "has 80.00 GB; lower it, raise learner.ranks or set learner.lora_rank"]),
     (["--gpu-memory", "19"], ["field generators.gpu_memory_utilization is 0.85: the weights are 16.38 GB and its share of a GPU is 16.15 GB"]),
     (["generators.gpu_memory_utilization=0.21"], ["field generators.gpu_memory_utilization is 0.21: the key-value cache holds 2,838 tokens; expected "
                                                   "at least one sequence of generators.max_model_len (12288), 1,728 MiB"]),
@@ -207,13 +207,17 @@ def test_siblings_of_a_method_that_branches_its_own_way():
 # --- the memory model
 
 
-def measured(rank, world, path, tokens, vocabulary, config, dtype):
+def measured(rank, world, path, tokens, vocabulary, config, dtype, siblings=1, logits_bytes=modeling.LOGITS_BYTES):
     """Largest number of bytes in tensors during the second update of two micro-batches, by the profiler's record of allocations."""
+    modeling.LOGITS_BYTES = logits_bytes
     rng, samples = random.Random(0), []
-    for number in range(32 * world):
-        ids = [[rng.randrange(vocabulary) for _ in range(tokens // 32)] for _ in range(2)]
-        samples.append(Sample(sample_id=f"{number:03d}", context_ids=ids[0], context_hash=context_hash(ids[0]), response_ids=ids[1],
-                              engine_logprobs=[-6.0] * len(ids[1]), advantage=rng.uniform(-1, 1), weight=0.5))
+    for number in range(32 * siblings * world):
+        if number % siblings == 0:
+            context = [rng.randrange(vocabulary) for _ in range(tokens // 32)]
+        response = [rng.randrange(vocabulary) for _ in range(tokens // 32 // siblings)]
+        samples.append(Sample(sample_id=f"{number:03d}", context_ids=context, context_hash=context_hash(context), response_ids=response,
+                              engine_logprobs=[-6.0] * len(response), advantage=rng.uniform(-1, 1), weight=0.5,
+                              group_id=str(number // siblings)))
     gc.collect()
     trace = folder() / f"trace-{rank}.json"
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -221,7 +225,8 @@ def measured(rank, world, path, tokens, vocabulary, config, dtype):
                           temperature=1.0, device="cpu")
         for seed in range(2):
             with record_function(f"update {seed}"):
-                learner.update(samples[rank::world], 4, len(samples), seed)
+                learner.update(samples[rank * len(samples) // world:][:32 * siblings], 4, len(samples), seed)
+    modeling.LOGITS_BYTES = 256 * 2**20
     recorded.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text())["traceEvents"]
     trace.unlink()
@@ -230,20 +235,23 @@ def measured(rank, world, path, tokens, vocabulary, config, dtype):
     return max(total for at, total, _ in memory if at >= start) - (memory[0][1] - memory[0][2])
 
 
-@pytest.mark.parametrize(("world", "dtype", "changes"), [
-    (1, "float32", {}), (1, "float32", {"recompute": True}), (1, "bfloat16", {"lora_rank": 8}), (2, "float32", {}),
-    (2, "bfloat16", {"recompute": True, "lora_rank": 8})], ids=str)
-def test_memory_of_a_training_step_is_as_computed(world, dtype, changes):
+@pytest.mark.parametrize(("world", "dtype", "changes", "siblings", "chunk"), [
+    (1, "float32", {}, 1, 512), (1, "float32", {"recompute": True}, 1, 512), (1, "bfloat16", {"lora_rank": 8}, 1, 512), (2, "float32", {}, 1, 512),
+    (2, "bfloat16", {"recompute": True, "lora_rank": 8}, 1, 512), (1, "float32", {}, 8, 64), (2, "float32", {"recompute": True}, 8, 64)], ids=str)
+def test_memory_of_a_training_step_is_as_computed(monkeypatch, world, dtype, changes, siblings, chunk):
+    """`chunk`: positions of which there are logits at once."""
     config, tokens = Qwen3Config(**SMALL), 1024
     path = str(folder() / "measured")
     if not Path(path).is_dir():
         torch.manual_seed(0)
         Qwen3ForCausalLM(config).save_pretrained(path)
     learner = LearnerConfig(**changes)
+    logits_bytes = 4 * SMALL["vocab_size"] * chunk
+    monkeypatch.setattr(memory, "LOGITS_BYTES", logits_bytes)
     lm = blueprint(config, learner, dtype)
     computed = sum(rank_memory(size_of(lm), activations_of(lm, tokens), ranks=world, dtype=dtype, scored=tokens // 2, recompute=learner.recompute,
                                reference=False).values())
-    found = max(run_ranks(world, measured, path, tokens, SMALL["vocab_size"], changes, dtype))
+    found = max(run_ranks(world, measured, path, tokens, SMALL["vocab_size"], changes, dtype, siblings, logits_bytes))
     print(f"{world} ranks, {dtype}, {changes}: computed {computed / 1e6:.1f} MB, measured {found / 1e6:.1f} MB, ratio {computed / found:.3f}")
     assert 0.9 < computed / found < 1.1
 

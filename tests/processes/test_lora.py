@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from rtpo_ray.algorithms.base import Critic, Objective
 from rtpo_ray.errors import CheckpointError, ConfigError
 from rtpo_ray.policy import lora
-from rtpo_ray.policy.batching import collate, plan_micro_batches
+from rtpo_ray.policy.batching import plan
 from rtpo_ray.policy.learner import Learner
 
 RANK, ALPHA = 4, 6.0
@@ -124,7 +124,8 @@ def drawn(rank, world, model):
 def reference(rank, world, model, samples):
     learner = make(model, kl_coef=0.1, config=lora_config(lr=1e-6))
     fill_b(learner)
-    batch = collate(plan_micro_batches(samples, 10**6)[0])
+    (make_batch,) = plan(samples, 10**6, packed=learner.policy.packs)
+    batch = make_batch()
     found = batch.split(learner.reference_logprobs(batch))
     policy = batch.split(learner.forward(batch)[0].detach())
     result = learner.update(share_of(samples, rank, world), N_GROUPS, N_ROLLOUTS, seed=0)

@@ -1,4 +1,4 @@
-"""Samples to micro-batches: every sample once, whatever the order, and tensors that point at the right tokens."""
+"""Samples to padded micro-batches: every sample once, whatever the order, and tensors that point at the right tokens."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rtpo_ray.errors import ContextMismatch
-from rtpo_ray.policy.batching import assign_steps, check_samples, check_unique, collate, dummy, length, plan_micro_batches, sequences
+from rtpo_ray.policy.batching import assign_steps, check_samples, check_unique, collate_padded, dummy, length, plan_rows, sequences
 from rtpo_ray.types import Sample, context_hash
 
 
@@ -21,13 +21,13 @@ def many(count, seed=0):
 
 
 def test_collate_values():
-    batch = collate([make("a", [5, 6, 7], [8, 9], 0.5, 2.0, [-0.1, -0.2]), make("b", [4], [3], 0.25, -1.0, [-0.3])])
+    batch = collate_padded([make("a", [5, 6, 7], [8, 9], 0.5, 2.0, [-0.1, -0.2]), make("b", [4], [3], 0.25, -1.0, [-0.3])])
     assert batch.sample_ids == ("a", "b")
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9], [4, 3, 0, 0, 0]]
     assert batch.rows.tolist() == [0, 0, 1]
     assert batch.columns.tolist() == [2, 3, 0]  # the logits at a position predict the next token
     assert batch.targets.tolist() == [8, 9, 3]
-    assert batch.input_ids[batch.rows, batch.columns + 1].tolist() == batch.targets.tolist()
+    assert batch.input_ids[batch.rows, batch.columns + 1].tolist() == batch.targets.tolist() and batch.layout is None
     assert batch.weights.tolist() == [0.25, 0.25, 0.25]  # weight / T: .5 / 2, .5 / 2, .25 / 1
     assert batch.advantages.tolist() == [2.0, 2.0, -1.0]
     assert batch.engine_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3])
@@ -36,7 +36,7 @@ def test_collate_values():
 
 def test_weights_sum_to_one_a_group_whatever_the_lengths():
     group = [make("a", [1], [2] * 7, 1 / 3), make("b", [1], [2], 1 / 3), make("c", [1], [2] * 30, 1 / 3)]
-    assert collate(group).weights.sum().item() == pytest.approx(1.0)
+    assert collate_padded(group).weights.sum().item() == pytest.approx(1.0)
 
 
 def grown(name, *turns, start=(1, 2)):
@@ -53,7 +53,7 @@ def test_responses_of_a_growing_rollout_share_one_sequence():
     first, second = grown("a", ((3, 4), (5,)), ((6,), ()))
     other = make("b:0", [7], [8], rollout="b")
     assert [[one.sample_id for one in row] for row in sequences([second, other, first])] == [["b:0"], ["a:0", "a:1"]]
-    batch = collate([other, first, second])
+    batch = collate_padded([other, first, second])
     assert batch.sample_ids == ("b:0", "a:0", "a:1")
     assert batch.input_ids.tolist() == [[7, 8, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
     assert batch.rows.tolist() == [0, 1, 1, 1] and batch.columns.tolist() == [0, 1, 2, 4] and batch.targets.tolist() == [8, 3, 4, 6]
@@ -72,7 +72,7 @@ def test_responses_of_a_growing_rollout_share_one_sequence():
 ])
 def test_only_true_continuations_share_a_sequence(case, rows):
     assert len(sequences(case)) == rows
-    batch = collate(case)
+    batch = collate_padded(case)
     assert batch.input_ids.shape[0] == rows
     assert batch.input_ids[batch.rows, batch.columns + 1].tolist() == batch.targets.tolist()
     for number, sample in enumerate(case):
@@ -86,11 +86,11 @@ def test_plans_of_growing_rollouts_hold_every_sample_once_within_the_budget_and_
     rng = random.Random(seed)
     samples = [one for i in range(20) for one in grown(f"r{i:02d}", *(([rng.randrange(9)] * rng.randint(1, 3), [rng.randrange(9)] * rng.randint(0, 3))
                                                                       for _ in range(rng.randint(1, 4))))]
-    batches = plan_micro_batches(rng.sample(samples, k=len(samples)), budget)
+    batches = plan_rows(rng.sample(samples, k=len(samples)), budget)
     assert sorted(one.sample_id for batch in batches for one in batch) == sorted(one.sample_id for one in samples)
     rows = 0
     for batch in batches:
-        made = collate(batch)
+        made = collate_padded(batch)
         assert made.input_ids.numel() <= budget and made.sample_ids == tuple(one.sample_id for one in batch)
         assert made.input_ids[made.rows, made.columns + 1].tolist() == made.targets.tolist()
         for name, part in made.split(made.targets).items():
@@ -102,7 +102,7 @@ def test_plans_of_growing_rollouts_hold_every_sample_once_within_the_budget_and_
 @pytest.mark.parametrize("budget", [29, 64, 100, 1000])
 def test_plan_holds_every_sample_once_within_the_budget(budget):
     samples = many(50)
-    batches = plan_micro_batches(samples, budget)
+    batches = plan_rows(samples, budget)
     assert sorted(s.sample_id for batch in batches for s in batch) == [s.sample_id for s in samples]
     assert all(len(batch) * max(length(s) for s in batch) <= budget for batch in batches)
     assert len(batches) > 1 or budget == 1000
@@ -111,8 +111,8 @@ def test_plan_holds_every_sample_once_within_the_budget(budget):
 def test_plan_does_not_depend_on_arrival_order():
     samples = many(30)
     shuffled = random.Random(1).sample(samples, k=30)
-    assert plan_micro_batches(shuffled, 64) == plan_micro_batches(samples, 64)
-    assert plan_micro_batches([], 64) == []
+    assert plan_rows(shuffled, 64) == plan_rows(samples, 64)
+    assert plan_rows([], 64) == []
 
 
 def test_steps_hold_every_sample_once_and_follow_the_seed():
