@@ -65,6 +65,7 @@ class Ask:
     count: int = 1  # episodes a task; a boundary's request names its own number of siblings
     keep_boundaries: bool = False
     chunk: int = 0  # groups that are handed on together, as soon as all of them are complete; 0: all of them at the end
+    cutoff: float = 0.0  # time.time() at which rollouts that are still under way are cut; 0: never
 
 
 def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Collection, blocks: int) -> ray.data.MaterializedDataset:
