@@ -170,7 +170,7 @@ class Coordinator(Evaluator):
         self._ready(len(batch) * ask.count + evaluate * self._evaluated_rollouts)
         with self._joining(), ThreadPoolExecutor(1, "evaluation") as beside, self._timeline.span("trunks"):
             judged = beside.submit(self._judge, self._at.sweep, self._at.tokens) if evaluate else None
-            trunks, counts = self._play(batch, "trunks", ask, keep)
+            trunks, counts = self._play(batch, "trunks", self._capped(ask), keep)
             event = None if judged is None else {**judged.result(self._config.sampling.stage_timeout), "retired": self._retired()}
         return trunks, counts, self._busy(), event
 
@@ -180,7 +180,7 @@ class Coordinator(Evaluator):
         self.doing.now(f"{where}: samples from the generators, taken by the learner")
         self._ready(self._siblings(stage, episodes))
         seed = self._config.run.seed
-        ask = self._ask("siblings", sweep, number if stage.turn is None else stage.turn)
+        ask = self._capped(self._ask("siblings", sweep, number if stage.turn is None else stage.turn))
         with self._joining(), self._timeline.span(f"{stage_name(stage)}: samples", "stages"):
             blocks = stage_samples(trunks, stage, self._config.algorithm, ask, self._collection())
             taken = self._gang.take(blocks, self._config.run.overlap)

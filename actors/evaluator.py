@@ -119,6 +119,11 @@ class Evaluator:
         return Ask(seed=derive_seed(self._config.run.seed, purpose, *where), temperature=self._config.sampling.temperature, count=count,
                    keep_boundaries=keep_boundaries, chunk=self._config.sampling.chunk_groups if self._config.run.overlap else 0)
 
+    def _capped(self, ask: Ask) -> Ask:
+        """The same, cut off sampling.stage_cap from now."""
+        cap = self._config.sampling.stage_cap
+        return replace(ask, cutoff=time.time() + cap) if cap else ask
+
     def _collection(self) -> Collection:
         sampling = self._config.sampling
         return Collection(pool=self._pool, version=self._version, retries=sampling.retries, deadline=time.time() + sampling.stage_timeout,

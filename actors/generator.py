@@ -1,8 +1,8 @@
 """The generator: one sampling engine that plays whole episodes, many at once.
 
 Episodes, environment steps and the engine share one event loop in a thread of their own, so a rollout whose turn ends
-joins the engine's next batch at once, while the actor itself keeps answering. Between stages it takes new weights from the
-weight channel.
+joins the engine's next batch at once, while the actor itself keeps answering. The longest rollouts are begun first, and one
+that has begun goes on before others are. Between stages it takes new weights from the weight channel.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,17 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import ray
 
+from actors.slots import Occupancy, Rank, Seat, Slots
 from actors.waiting import on_node
 from pipelines.collect import Ask
 from pipelines.rows import groups_to_table, rollouts_to_table, table_to_tasks
+from rtpo_ray.algorithms.budget import chance_of_more, is_extended
 from rtpo_ray.engines.base import Engine
 from rtpo_ray.environments.base import Environment
 from rtpo_ray.episodes.contexts import ChatTemplate
 from rtpo_ray.episodes.episode import Episode, EpisodeSettings
 from rtpo_ray.errors import RtpoError
+from rtpo_ray.timeline import Span, Timeline
 from rtpo_ray.types import Boundary, Completion, Group, Rollout, Sampling, Task, derive_seed, failed_rollout
 
 if TYPE_CHECKING:
@@ -39,16 +42,19 @@ class Generator:
     make_engine: builds the engine, in the thread that will use it.
     make_environment: builds a fresh environment an episode.
     template: the model's chat template.
-    concurrency: episodes in flight at once.
+    concurrency: episodes in flight at once: each has an environment.
+    slots: responses that the engine samples at once; 0: as many as episodes.
     conceal: takes secrets out of the message of an error.
     """
 
     def __init__(self, *, name: str, make_engine: Callable[[], Engine], make_environment: Callable[[], Environment], template: ChatTemplate,
                  settings: EpisodeSettings, overlong: str, concurrency: int,
-                 conceal: Callable[[str], str] = str) -> None:
+                 slots: int = 0, conceal: Callable[[str], str] = str) -> None:
         self._name, self._make_environment, self._template = name, make_environment, template
-        self._settings, self._overlong, self._concurrency = settings, overlong, concurrency
-        self._conceal = conceal
+        self._settings, self._overlong, self._conceal = settings, overlong, conceal
+        self._timeline = Timeline(name)
+        self._environments, self._slots = Slots(concurrency), Slots(slots or concurrency)
+        self._occupancy = Occupancy(slots or concurrency, self._timeline)
         self._channel: WeightChannel | None = None
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(concurrency, "environment"))  # a step that waits for a thread would overrun its deadline
@@ -74,33 +80,38 @@ class Generator:
 
     async def episodes(self, tasks: pa.Table, ask: Ask) -> pa.Table:
         """TASKS rows to ROLLOUTS rows, `ask.count` episodes a task."""
-        runs = [self._trunk(task, trunk, ask) for task in table_to_tasks(tasks) for trunk in range(ask.count)]
-        return rollouts_to_table(await self._gather(runs))
+        async def play() -> list[Rollout]:
+            tries = [(task, trunk) for task in table_to_tasks(tasks) for trunk in range(ask.count)]
+            return await asyncio.gather(*(self._trunk(task, trunk, ask, (0.0, place)) for place, (task, trunk) in enumerate(tries)))
+
+        return rollouts_to_table(await self._run(play()))
 
     async def siblings(self, requests: pa.Table, ask: Ask) -> AsyncIterator[pa.Table]:
-        """REQUESTS rows to GROUPS rows, `count` siblings a boundary, each continued to the end by the same weights."""
+        """REQUESTS rows to GROUPS rows: the siblings of each boundary, continued to the end by the same weights.
+
+        Yields `ask.chunk` consecutive groups at a time, in the order of the requests, as soon as all of them are complete: order and borders are
+        the same in every run. Whoever stops taking them ends the rollouts that are left.
+        """
         rows = requests.to_pylist()
-        boundaries = [Boundary(**row["boundary"]) for row in rows]
-        gate = asyncio.Semaphore(self._concurrency)
 
-        async def one(run: Coroutine[Any, Any, Rollout]) -> Rollout:
-            async with gate:
-                return await run
-        futures = []
-        for row, boundary in zip(rows, boundaries, strict=True):
-            runs = [self._sibling(row["group_id"], row["task_id"], row["parent"], boundary, index, ask) for index in range(row["count"])]
-            async def group(runs: list[Coroutine[Any, Any, Rollout]] = runs) -> list[Rollout]:
-                return await asyncio.gather(*(one(run) for run in runs))
-            futures.append(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(group(), self._loop)))
-        chunk = ask.chunk or max(1, len(rows))
-        for start in range(0, len(rows), chunk):
-            made = [await future for future in futures[start:start + chunk]]
-            yield groups_to_table(
-                Group(group_id=row["group_id"], task_id=row["task_id"], turn=boundary.turn, siblings=tuple(rollouts))
-                for row, boundary, rollouts in zip(rows[start:start + chunk], boundaries[start:start + chunk], made, strict=True))
+        async def begin() -> list[asyncio.Task[Group]]:
+            return [asyncio.create_task(self._group(row, place, ask)) for place, row in enumerate(rows)]
 
-    async def take_spans(self) -> list[Any]:
-        return []
+        groups, size = await self._run(begin()), ask.chunk or max(1, len(rows))
+        try:
+            for start in range(0, len(rows), size):
+                yield groups_to_table(await self._run(_all_of(groups[start:start + size])))
+        finally:
+            for group in groups:
+                self._loop.call_soon_threadsafe(group.cancel)  # nothing, when it is done
+
+    async def take_spans(self) -> list[Span]:
+        """What happened here since the last call, for the run's timeline."""
+        return self._timeline.take()
+
+    async def take_occupancy(self) -> dict[str, float]:
+        """How full the engine was since the last call, as of an Occupancy."""
+        return await self._run(_call(self._occupancy.take))
 
     async def join_channel(self, name: str, rank: int, world_size: int, host: str, port: int, device: str, timeout: float, bucket_bytes: int) -> None:
         """Become receiver `rank` of the weight channel `name`; returns when every rank is there."""
@@ -139,27 +150,59 @@ class Generator:
     def _receive(self) -> tuple[int, str, float]:
         started = time.perf_counter()
         assert self._channel is not None, f"{self._name} was asked to receive weights before it joined a channel"
-        incoming = self._channel.receive()
-        self._engine.load_weights(incoming.tensors(), incoming.version)
+        with self._timeline.span("receive weights"):
+            incoming = self._channel.receive()
+            self._engine.load_weights(incoming.tensors(), incoming.version)
         return self._engine.weight_version, incoming.hash, time.perf_counter() - started
 
-    async def _trunk(self, task: Any, trunk: int, ask: Ask) -> Rollout:
-        rollout_id = f"{task.task_id}/{trunk}"
-        return await self._guard(rollout_id, task.task_id, ask, lambda episode: episode.reset(task), derive_seed(ask.seed, rollout_id))
+    async def _trunk(self, task: Task, trunk: int, ask: Ask, rank: Rank) -> Rollout:
+        name = "trunk" if ask.keep_boundaries else "evaluation"
+        return await self._rollout(name, f"{task.task_id}/{trunk}", task.task_id, ask, lambda episode: episode.reset(task), rank)
 
-    async def _sibling(self, group_id: str, task_id: str, parent: str, boundary: Boundary, index: int, ask: Ask) -> Rollout:
-        rollout_id = f"{group_id}/{index}"
-        rollout = await self._guard(rollout_id, task_id, ask, lambda episode: episode.restore(boundary), derive_seed(ask.seed, rollout_id))
-        return replace(rollout, parent=parent)
+    async def _group(self, row: dict[str, Any], place: int, ask: Ask) -> Group:
+        """The group of one REQUESTS row: its siblings, or pilots and, when these ask for them, others."""
+        boundary = Boundary(**row["boundary"])
+        rank = (-float(row["expected_tokens"] or 0), float(place))  # siblings of one boundary near each other: they share its context
 
-    async def _guard(self, rollout_id: str, task_id: str, ask: Ask, begin: Callable[[Episode], None], seed: int) -> Rollout:
-        """One episode; whatever environment, template or engine raise costs this rollout alone and is kept as its failure."""
+        async def sample(indices: range) -> list[Rollout]:
+            return await asyncio.gather(*(
+                self._rollout("sibling", f"{row['group_id']}/{index}", row["task_id"], ask, lambda episode: episode.restore(boundary), rank)
+                for index in indices))
+
+        siblings, pilots, chance = await sample(range(row["count"])), 0, 1.0
+        if row["more"]:
+            pilots, returns = row["count"], [pilot.returns_to_go for pilot in siblings]
+            chance = chance_of_more(returns, row["explore"])
+            lost = any(pilot.end in ("failed", "capped") for pilot in siblings)  # so is the group
+            if not lost and is_extended(returns, row["explore"], derive_seed(ask.seed, row["group_id"], "more")):
+                siblings += await sample(range(pilots, pilots + row["more"]))
+        return Group(group_id=row["group_id"], task_id=row["task_id"], turn=boundary.turn, pilots=pilots, chance=chance,
+                     siblings=tuple(replace(sibling, parent=row["parent"]) for sibling in siblings))
+
+    async def _rollout(self, name: str, rollout_id: str, task_id: str, ask: Ask, begin: Callable[[Episode], None], rank: Rank) -> Rollout:
+        """One episode, when its turn has come and unless it has come too late."""
+        self._occupancy.open(+1)
+        try:
+            async with self._environments.held(rank):
+                if ask.cutoff and time.time() >= ask.cutoff:
+                    return Rollout(rollout_id=rollout_id, task_id=task_id, turns=(), end="capped", generator=self._name)
+                started = time.time()
+                rollout = await self._guard(rollout_id, task_id, ask, begin, rank)
+                self._timeline.add(name, started, time.time(), "rollouts", flight=True, rollout=rollout_id, turns=len(rollout.turns),
+                                   tokens=sum(len(turn.response_ids) for turn in rollout.turns), ended=rollout.end)
+                return replace(rollout, generator=self._name)
+        finally:
+            self._occupancy.open(-1)
+
+    async def _guard(self, rollout_id: str, task_id: str, ask: Ask, begin: Callable[[Episode], None], rank: Rank) -> Rollout:
+        """Whatever environment, template or engine raise costs this rollout alone and is kept as its failure."""
         episode = None
         try:
             episode = await self._episode()
             await episode.off_loop("reset or restore", begin, episode)
-            rollout = await episode.run(self._engine, rollout_id=rollout_id, task_id=task_id, seed=seed,
-                                        temperature=ask.temperature, keep_boundaries=ask.keep_boundaries)
+            rollout = await episode.run(Seat(self._engine, self._slots, self._occupancy, rank), rollout_id=rollout_id, task_id=task_id,
+                                        seed=derive_seed(ask.seed, rollout_id), temperature=ask.temperature,
+                                        keep_boundaries=ask.keep_boundaries, cutoff=ask.cutoff)
             if rollout.end == "overlong" and not rollout.turns and self._overlong == "error":
                 raise ValueError(f"the first context leaves no room for a response in generators.max_model_len ({self._settings.max_model_len}); "
                                  "raise it, or set sampling.overlong=drop to count and skip such tasks")
@@ -174,27 +217,19 @@ class Generator:
 
     async def _episode(self) -> Episode:
         """A fresh one, its environment made in a thread unless that is instant."""
-        make = functools.partial(Episode, self._make_environment, self._template, self._settings)
+        make = functools.partial(Episode, self._make_environment, self._template, self._settings, self._timeline)
         if self._instant:
             return make()
         async with asyncio.timeout(self._settings.step_timeout):
             return await asyncio.to_thread(make)
 
-    async def _gather(self, runs: list[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:
-        gate = asyncio.Semaphore(self._concurrency)
-
-        async def one(run: Coroutine[Any, Any, Rollout]) -> Rollout:
-            async with gate:
-                return await run
-
-        async def everything() -> list[Rollout]:
-            return await asyncio.gather(*(one(run) for run in runs))
-
-        return await self._run(everything())
-
     async def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Do `work` on the episode loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+async def _all_of(groups: Sequence[asyncio.Task[Group]]) -> list[Group]:
+    return await asyncio.gather(*groups)
 
 
 async def _call(function: Callable[[], Any]) -> Any:

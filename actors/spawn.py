@@ -69,4 +69,5 @@ class GeneratorActor(Generator):
         super().__init__(
             name=name, make_engine=make_engine, make_environment=environment_maker(config, template), template=template,
             settings=episode_settings(config), overlong=config.sampling.overlong, concurrency=4 * generators.max_num_seqs,
+            slots=generators.max_num_seqs,
             conceal=lambda text: conceal(text, dict(config.environment.args)))

@@ -33,7 +33,8 @@ def requests(trunks: pa.Table, stage: Stage, algorithm: Algorithm, seed: int) ->
             if branch.count:
                 ahead = sum(len(record.response_ids) for record in trunk.turns if record.turn >= branch.turn)
                 rows.append({"group_id": f"{trunk.rollout_id}/{branch.turn}", "task_id": task_id, "parent": trunk.rollout_id, "count": branch.count,
-                             "more": branch.more, "explore": branch.explore, "expected_tokens": ahead, "boundary": asdict(boundary)})
+                             "more": branch.more, "explore": branch.explore, "expected_tokens": ahead, "generator": trunk.generator,
+                             "boundary": asdict(boundary)})
     return pa.Table.from_pylist(rows, schema=REQUESTS)
 
 

@@ -13,6 +13,7 @@ import itertools
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class Ask:
     count: int = 1  # episodes a task; a boundary's request names its own number of siblings
     keep_boundaries: bool = False
     chunk: int = 0  # groups that are handed on together, as soon as all of them are complete; 0: all of them at the end
+    cutoff: float = 0.0  # time.time() at which rollouts that are still under way are cut; 0: never
 
 
 def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Collection, blocks: int) -> ray.data.MaterializedDataset:
@@ -194,7 +196,7 @@ def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection) -> Ite
     while len(rows):
         size = len(rows) * ask.count if method == "episodes" else pc.sum(pc.add(rows["count"], rows["more"])).as_py()
         try:
-            lease = _lease(collection, size, avoid)
+            lease = _lease(collection, size, avoid, _home_of(rows))
         except NoGenerators as error:  # the next stage starts new ones
             yield _lost(method, rows, ask, f"NoGenerators: {_first_line(getattr(error, 'cause', error))}")
             return
@@ -244,9 +246,15 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _lease(collection: Collection, size: int, avoid: tuple[str, ...]) -> Any:
+def _home_of(rows: pa.Table) -> str:
+    """Who sampled most of the trunks that these start from: its cache may hold their contexts."""
+    generators = Counter(rows["generator"].to_pylist()) if "generator" in rows.column_names else Counter[str]()
+    return generators.most_common(1)[0][0] or "" if generators else ""
+
+
+def _lease(collection: Collection, size: int, avoid: tuple[str, ...], prefer: str) -> Any:
     patience = collection.deadline - time.time()
-    asked = collection.pool.lease.remote(collection.version, size, avoid, patience)
+    asked = collection.pool.lease.remote(collection.version, size, avoid, patience, prefer)
     return _answer(asked, max(1.0, patience) + collection.patience, f"for a generator at weight version {collection.version}")
 
 

@@ -15,7 +15,7 @@ from pipelines.rows import table_to_rollouts
 class StageCounts:
     """Sums over siblings; `+` adds two disjoint parts of a stage."""
 
-    groups: int = 0  # groups in the mean of the objective: not failed, not overlong
+    groups: int = 0  # groups in the mean of the objective: not failed, overlong or capped
     informative_groups: int = 0  # of those, with unequal returns or a non-zero advantage
     siblings: int = 0
     comparable: int = 0  # siblings of the groups in the mean of the objective
@@ -27,6 +27,7 @@ class StageCounts:
     generated_tokens: int = 0  # of the siblings that this stage sampled; trunks are counted where they were made
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
+    shareable_prompt_tokens: int = 0  # that the cache could have had
     credit_seconds: float = 0.0
     versions: frozenset[int] = frozenset()  # weight versions that sampled the trained responses
 
@@ -46,7 +47,7 @@ def count_stage(samples: pa.Table) -> StageCounts:
         return StageCounts()
     columns = samples.select([
         "group_id", "first", "outcome", "reason", "advantage", "return", "weight_version", "generated_tokens", "prompt_tokens",
-        "cached_prompt_tokens", "credit_seconds"]).to_pylist()
+        "cached_prompt_tokens", "shareable_prompt_tokens", "credit_seconds"]).to_pylist()
     counts = StageCounts()
     valid, informative, returns = set(), set(), dict[str, float]()
     for row in columns:
@@ -69,6 +70,7 @@ def count_stage(samples: pa.Table) -> StageCounts:
         counts.generated_tokens += row["generated_tokens"]
         counts.prompt_tokens += row["prompt_tokens"]
         counts.cached_prompt_tokens += row["cached_prompt_tokens"]
+        counts.shareable_prompt_tokens += row["shareable_prompt_tokens"]
     counts.versions = frozenset(row["weight_version"] for row in columns if row["weight_version"] is not None)
     counts.groups, counts.informative_groups = len(valid), len(informative)
     return counts
@@ -85,8 +87,11 @@ class EpisodeCounts:
     tool_calls: int = 0
     malformed_calls: int = 0
     failed_calls: int = 0
-    cut: int = 0  # episodes that a limit ended: of turns, of the context or of a response
+    cut: int = 0  # episodes that a limit ended: of turns, of the context, of a response or of the stage's time
     generated_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    shareable_prompt_tokens: int = 0  # that the cache could have had
     tasks: Counter[tuple[int, int]] = field(default_factory=Counter)  # by (episodes judged, of them successes)
     boundaries: Counter[int] = field(default_factory=Counter)  # by turn
     ends: Counter[str] = field(default_factory=Counter)
@@ -114,8 +119,11 @@ def count_episodes(table: pa.Table) -> EpisodeCounts:
         counts.tool_calls += sum(turn.tool_calls for turn in rollout.turns)
         counts.malformed_calls += sum(turn.malformed_calls for turn in rollout.turns)
         counts.failed_calls += sum(turn.failed_calls for turn in rollout.turns)
-        counts.cut += rollout.end in ("truncated", "overlong") or any(turn.finish_reason == "length" for turn in rollout.turns)
+        counts.cut += rollout.end in ("truncated", "overlong", "capped") or any(turn.finish_reason == "length" for turn in rollout.turns)
         counts.generated_tokens += sum(len(turn.response_ids) for turn in rollout.turns)
+        counts.prompt_tokens += sum(len(turn.context_ids) for turn in rollout.turns)
+        counts.cached_prompt_tokens += sum(turn.cached_prompt_tokens for turn in rollout.turns)
+        counts.shareable_prompt_tokens += sum(turn.shareable_prompt_tokens for turn in rollout.turns)
         counts.boundaries.update(boundary.turn for boundary in rollout.boundaries)
         counts.ends[rollout.end] += 1
         if rollout.end == "failed":

@@ -34,8 +34,9 @@ def credit_groups(groups: pa.Table, *, algorithm: Algorithm) -> pa.Table:
 def _credit_one(group: Group, algorithm: Algorithm) -> list[dict[str, Any]]:
     failure = next((sibling.failure or "failed without a message" for sibling in group.siblings if sibling.end == "failed"), "")
     overlong = any(sibling.end == "overlong" and not sibling.turns for sibling in group.siblings)
-    if failure or overlong:
-        outcome, reason = ("failed", failure) if failure else ("filtered", "overlong")
+    capped = any(sibling.end == "capped" for sibling in group.siblings)  # its return is not known
+    if failure or overlong or capped:
+        outcome, reason = ("failed", failure) if failure else ("filtered", "overlong" if overlong else "capped")
         return [_row(group, sibling, outcome, reason) for sibling in group.siblings]
     credits, objective = _credits(algorithm, group), algorithm.objective
     rounding = 1e-12 * max(1.0, *(abs(sibling.returns_to_go) for sibling in group.siblings))
@@ -94,7 +95,8 @@ def _row(group: Group, sibling: Rollout, outcome: str, reason: str, credit: Cred
         "context_ids": context, "context_hash": (context_hash(context) if record.train_context_ids else record.context_hash) if record else "",
         "response_ids": record.response_ids if record else (), "engine_logprobs": record.engine_logprobs if record else (),
         "generated_tokens": sum(len(turn.response_ids) for turn in new), "prompt_tokens": sum(len(turn.context_ids) for turn in new),
-        "cached_prompt_tokens": sum(turn.cached_prompt_tokens for turn in new)}
+        "cached_prompt_tokens": sum(turn.cached_prompt_tokens for turn in new),
+        "shareable_prompt_tokens": sum(turn.shareable_prompt_tokens for turn in new)}
 
 
 def _train_context(record: TurnRecord | None) -> tuple[int, ...]:

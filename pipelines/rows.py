@@ -19,12 +19,12 @@ TURN = pa.struct({
     "turn": pa.int32(), "context_ids": pa.list_(pa.int32()), "context_hash": pa.string(), "response_ids": pa.list_(pa.int32()),
     "engine_logprobs": pa.list_(pa.float32()), "weight_version": pa.int64(), "seed": pa.int64(), "temperature": pa.float64(),
     "finish_reason": pa.string(), "observation": pa.string(), "reward": pa.float64(), "state_hash": pa.string(),
-    "tool_calls": pa.int32(), "malformed_calls": pa.int32(), "failed_calls": pa.int32(), "cached_prompt_tokens": pa.int32(), "kind": pa.string(),
-    "train_context_ids": pa.list_(pa.int32())})
+    "tool_calls": pa.int32(), "malformed_calls": pa.int32(), "failed_calls": pa.int32(), "cached_prompt_tokens": pa.int32(),
+    "shareable_prompt_tokens": pa.int32(), "kind": pa.string(), "train_context_ids": pa.list_(pa.int32())})
 BOUNDARY = pa.struct({"turn": pa.int32(), "context_hash": pa.string(), "state_hash": pa.string(), "snapshot": pa.binary()})
 ROLLOUT = pa.struct({
     "rollout_id": pa.string(), "task_id": pa.string(), "turns": pa.list_(TURN), "boundaries": pa.list_(BOUNDARY),
-    "end": pa.string(), "failure": pa.string(), "parent": pa.string()})
+    "end": pa.string(), "failure": pa.string(), "parent": pa.string(), "generator": pa.string()})
 
 TASKS = pa.schema({"task_id": pa.string(), "seed": pa.int64(), "payload": pa.string()})
 ROLLOUTS = pa.schema(list(ROLLOUT))
@@ -33,7 +33,8 @@ REQUESTS = pa.schema({
     "count": pa.int32(),  # siblings; pilots, when there may be more
     "more": pa.int32(),  # siblings that may follow the pilots
     "explore": pa.float64(),  # probability that they do when the pilots' returns agree
-    "expected_tokens": pa.int64()})  # that one sibling may generate, by what its trunk did: the longest are begun first
+    "expected_tokens": pa.int64(),  # that one sibling may generate, by what its trunk did: the longest are begun first
+    "generator": pa.string()})  # that sampled its trunk, whose cache may still have the context
 GROUPS = pa.schema({"group_id": pa.string(), "task_id": pa.string(), "turn": pa.int32(), "siblings": pa.list_(ROLLOUT), "pilots": pa.int32(),
                     "chance": pa.float64()})
 SAMPLES = pa.schema({
@@ -45,7 +46,7 @@ SAMPLES = pa.schema({
     "turns": pa.int32(), "weight_version": pa.int64(),
     "context_ids": pa.list_(pa.int32()), "context_hash": pa.string(), "response_ids": pa.list_(pa.int32()),
     "engine_logprobs": pa.list_(pa.float32()), "generated_tokens": pa.int64(), "prompt_tokens": pa.int64(),
-    "cached_prompt_tokens": pa.int64(), "credit_seconds": pa.float64()})
+    "cached_prompt_tokens": pa.int64(), "shareable_prompt_tokens": pa.int64(), "credit_seconds": pa.float64()})
 
 
 BLOCK = pa.schema({"samples": pa.list_(pa.struct(list(SAMPLES)))})

@@ -146,6 +146,8 @@ class SamplingConfig:
     chunk_groups: int = opt(8, "groups that go to the learner together, as soon as all of them are complete", least=1)
     retries: int = opt(1, "times that a failed group is tried again, elsewhere if possible", least=0)
     concurrency: int = opt(0, "blocks that are sampled at once, each by a process of about 160 MB beside the engines; 0: two a generator", least=0)
+    stage_cap: float = opt(0.0, "seconds after which the rollouts of a stage that are still under way are cut, and their groups left out; 0: never",
+                           least=0)
     stage_timeout: float = opt(3600.0, "seconds that collecting one stage may take", above=0)
 
 

@@ -60,6 +60,7 @@ class Completion:
     finish_reason: str  # "stop" or "length"
     weight_version: int
     cached_prompt_tokens: int = 0
+    shareable_prompt_tokens: int = 0  # that an earlier request of these weights on this engine had too, in whole blocks of the cache
 
     def __post_init__(self) -> None:
         if not self.token_ids or len(self.token_ids) != len(self.logprobs):
@@ -86,6 +87,7 @@ class TurnRecord:
     malformed_calls: int = 0  # of those: could not be run
     failed_calls: int = 0  # of those: were run and ended in an error
     cached_prompt_tokens: int = 0
+    shareable_prompt_tokens: int = 0  # as of a Completion: what the cache could have had
     kind: str = "action"  # or "summary": the model's own account of the turn, sampled after its observation
     train_context_ids: tuple[int, ...] = ()  # where the learner scores the response when that is not c_k; empty: in c_k
 
@@ -121,9 +123,10 @@ class Rollout:
     task_id: str
     turns: tuple[TurnRecord, ...]  # [K'] records in order; a sibling's begin at its boundary
     boundaries: tuple[Boundary, ...] = ()  # of trunks only, one a realised turn
-    end: str = "terminated"  # terminated | truncated | overlong | failed
+    end: str = "terminated"  # terminated | truncated | overlong | capped (the stage's time ran out) | failed
     failure: str = ""  # first error message when end == "failed"
     parent: str = ""  # rollout id of the trunk whose boundary it started from; empty: from the task itself
+    generator: str = ""  # name of the generator that sampled it; empty: unknown
 
     @property
     def returns_to_go(self) -> float:

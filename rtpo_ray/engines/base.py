@@ -11,7 +11,18 @@ if TYPE_CHECKING:
     import torch
 
 
-class Engine(Protocol):
+class Sampler(Protocol):
+    """What an episode asks of an engine."""
+
+    async def generate(self, context_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one response. Raises EngineError when the engine refuses or loses the request.
+
+        The event loop may be blocked for one forward pass at a time. Cancelling the call frees the request.
+        """
+        ...
+
+
+class Engine(Sampler, Protocol):
     """Tokens in, tokens out. All methods are called from one event loop; `generate` may run many times at once."""
 
     max_model_len: int  # tokens of context + response
@@ -19,13 +30,6 @@ class Engine(Protocol):
     @property
     def weight_version(self) -> int:
         """Version of the weights that the next sampled token uses."""
-        ...
-
-    async def generate(self, context_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one response. Raises EngineError when the engine refuses or loses the request.
-
-        The event loop may be blocked for one forward pass at a time.
-        """
         ...
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

@@ -22,9 +22,11 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rtpo_ray.engines.prefixes import Prefixes
 from rtpo_ray.errors import EngineError
 from rtpo_ray.types import Completion, Sampling
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 CPU_BLOCK_TOKENS = 32  # the smallest block that vLLM's CPU attention accepts
 CPU_STEP_TOKENS = 4096  # prompt tokens of one step: 2048 to 8192 are within noise, 1024 is slower, and longer steps block the event loop
 LEAST_TEMPERATURE = 0.01  # vLLM silently raises smaller ones to this
-YIELDS_PER_STEP = 3  # event loop turns between steps: a finished episode may sit behind a task or two (wait_for, gather)
+YIELDS_PER_STEP = 4  # event loop turns between steps: a finished turn gives its slot back, someone is let in, wakes and asks
 
 
 class VllmEngine:
@@ -63,6 +65,7 @@ class VllmEngine:
                 model_path, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, seed=seed,
                 kv_cache_memory_bytes=kv_cache_mb * 2**20 or None, gpu_memory_utilization=gpu_memory_utilization)
             self._vocab_size: int = self._llm.model_config.get_vocab_size()
+            self._prefixes = Prefixes(self._llm.vllm_config.cache_config.block_size)
         except Exception as error:  # vLLM raises anything from pydantic's errors to RuntimeError; the cause is chained
             raise EngineError(f"vLLM could not start {model_path!r} ({dtype}, max_model_len {max_model_len}, max_num_seqs {max_num_seqs}, "
                               f"kv_cache_mb {kv_cache_mb}): {error}") from error
@@ -94,12 +97,16 @@ class VllmEngine:
             llm.add_request(request_id, {"type": "token", "prompt_token_ids": list(context_ids)}, _sampling_params(sampling))
         except Exception as error:  # vLLM's refusals have no common base class; the cause is chained
             raise EngineError(f"vLLM refused a request of {len(context_ids)} context tokens with {sampling}: {error}") from error
+        shareable = self._prefixes.shareable(context_ids)
+        self._prefixes.add(context_ids)  # vLLM shares a block from the step on in which it is computed
         future: asyncio.Future[Completion] = loop.create_future()
         self._open[request_id] = future
         if driver is None:
             self._driver = loop.create_task(self._drive())
         try:
-            return await future
+            completion = replace(await future, shareable_prompt_tokens=shareable)
+            self._prefixes.add((*context_ids, *completion.token_ids[:-1]))
+            return completion
         finally:
             if self._open.pop(request_id, None) is not None:  # cancelled: whoever resolves a future also removes it
                 llm.abort_request([request_id])
@@ -127,6 +134,7 @@ class VllmEngine:
             self._bad_weights = EngineError(f"weights of version {version}: {problem}")
             raise self._bad_weights
         self._bad_weights = None
+        self._prefixes.clear()
         self._weight_version = version
 
     def close(self) -> None:

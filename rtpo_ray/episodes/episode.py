@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import math
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rtpo_ray import environments
-from rtpo_ray.engines.base import Engine
+from rtpo_ray.engines.base import Sampler
 from rtpo_ray.environments.base import Environment, Observation, Step, ToolEnvironment
 from rtpo_ray.episodes.contexts import Append, ChatTemplate, build_context
 from rtpo_ray.errors import ContextMismatch
+from rtpo_ray.timeline import Timeline
 from rtpo_ray.types import Boundary, Completion, Rollout, Sampling, Task, TurnRecord, context_hash, derive_seed
 
 if TYPE_CHECKING:
     from rtpo_ray.config import Config
+
+
+NOTED = 1e-3  # seconds from which on a step of the environment is worth a span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +62,17 @@ class Episode:
     """State of one episode: environment + context builders + turn. `boundary` and `restore` cover all of it.
 
     An environment with `replay = True` is rebuilt from its seed and the responses so far; state hashes are compared either way.
+    `timeline` gets what the environment takes longer over.
     """
 
-    def __init__(self, make_environment: Callable[[], Environment], template: ChatTemplate, settings: EpisodeSettings) -> None:
+    def __init__(self, make_environment: Callable[[], Environment], template: ChatTemplate, settings: EpisodeSettings,
+                 timeline: Timeline | None = None) -> None:
         self._environment = make_environment()
         self._builder = build_context(settings.context, template, settings.window, settings.thoughts)
         self._builders = (self._builder, Append(template)) if settings.train_context == "concatenated" else (self._builder,)  # the last: for training
         self._template = template
         self._settings = settings
+        self._timeline = timeline
         self._seed = 0
         self._row: dict[str, Any] = {}
         self._texts: list[str] = []  # responses so far, for replay
@@ -122,8 +130,12 @@ class Episode:
         """Let the environment go."""
         await self.off_loop("close", self._environment.close)
 
-    async def run(self, engine: Engine, *, rollout_id: str, task_id: str, seed: int, temperature: float, keep_boundaries: bool = False) -> Rollout:
-        """Play to the end. Turn k samples with a seed derived from `seed` and k. Raises what engine or environment raise."""
+    async def run(self, engine: Sampler, *, rollout_id: str, task_id: str, seed: int, temperature: float, keep_boundaries: bool = False,
+                  cutoff: float = 0.0) -> Rollout:
+        """Play to the end. Turn k samples with a seed derived from `seed` and k. Raises what engine or environment raise.
+
+        At `cutoff` (time.time(); 0: never) it ends with the turns that it has: a response under way is given up, a step is not.
+        """
         turns: list[TurnRecord] = []
         boundaries: list[Boundary] = []
         end = "truncated"
@@ -135,7 +147,11 @@ class Episode:
                 break
             if keep_boundaries:
                 boundaries.append(await self.off_loop("snapshot", self.boundary))
-            completion = await engine.generate(contexts[0], sampling)
+            completion = await _before(cutoff, engine, contexts[0], sampling)
+            if completion is None:
+                end = "capped"
+                del boundaries[-1:]  # of a turn that did not come about
+                break
             text = self._template.response_text(completion.token_ids, contexts[0])
             state_hash, step = await self._step(text)
             trained = () if contexts[-1] == contexts[0] else tuple(contexts[-1])
@@ -153,7 +169,10 @@ class Episode:
                 if sampling is None:
                     end = "overlong"
                     break
-                completion = await engine.generate(request, sampling)
+                completion = await _before(cutoff, engine, request, sampling)
+                if completion is None:
+                    end = "capped"
+                    break
                 self._builder.summarise(completion.token_ids)
                 turns.append(_record(self.turn - 1, request, completion, sampling, Step(), state_hash, kind="summary"))
         return Rollout(rollout_id=rollout_id, task_id=task_id, turns=tuple(turns), boundaries=tuple(boundaries), end=end)
@@ -181,8 +200,16 @@ class Episode:
 
     async def off_loop(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Run the environment's code: off the event loop and with a deadline, unless the environment is instant."""
-        if self._environment.instant:
-            return function(*args)
+        started = time.time()
+        try:
+            if self._environment.instant:
+                return function(*args)
+            return await self._in_thread(what, function, *args)
+        finally:
+            if self._timeline is not None and time.time() - started > NOTED:
+                self._timeline.add(what, started, time.time(), "environment", flight=True)
+
+    async def _in_thread(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         deadline = asyncio.timeout(self._settings.step_timeout)
         try:
             async with deadline:
@@ -191,6 +218,20 @@ class Episode:
             if not deadline.expired():
                 raise  # the environment's own
             raise TimeoutError(f"{what} took longer than environment.step_timeout ({self._settings.step_timeout:g} s) at turn {self.turn}") from error
+
+
+async def _before(cutoff: float, engine: Sampler, context: Sequence[int], sampling: Sampling) -> Completion | None:
+    """The response, or None when `cutoff` comes first; the engine's request is then gone."""
+    if not cutoff:
+        return await engine.generate(context, sampling)
+    deadline = asyncio.timeout(max(0.0, cutoff - time.time()))
+    try:
+        async with deadline:
+            return await engine.generate(context, sampling)
+    except TimeoutError:
+        if not deadline.expired():
+            raise  # the engine's own
+        return None
 
 
 def _record(turn: int, context: Sequence[int], completion: Completion, sampling: Sampling, step: Step, state_hash: str, *,
@@ -203,4 +244,5 @@ def _record(turn: int, context: Sequence[int], completion: Completion, sampling:
         observation=step.observation.text if step.observation else "", reward=step.reward, state_hash=state_hash,
         tool_calls=int(step.info.get("tool_calls", 0)), malformed_calls=int(step.info.get("malformed_calls", 0)),
         failed_calls=int(step.info.get("failed_calls", 0)),
-        cached_prompt_tokens=completion.cached_prompt_tokens, kind=kind, train_context_ids=train_context_ids)
+        cached_prompt_tokens=completion.cached_prompt_tokens, shareable_prompt_tokens=completion.shareable_prompt_tokens,
+        kind=kind, train_context_ids=train_context_ids)

@@ -86,12 +86,14 @@ class Pool:
     """Leases the generators in turn and writes down what it is told."""
 
     def __init__(self, *generators):
-        self.generators, self.log, self.sizes = list(generators), [], []  # sizes: rollouts leased, and given back as negative numbers
+        self.generators, self.log, self.preferred = list(generators), [], []
+        self.sizes = []  # rollouts leased, and given back as negative numbers
         self.lease = remote(self._lease)
         self.release = remote(lambda member, rollouts: self.log.append(("release", member)) or self.sizes.append(-rollouts))
         self.report = remote(lambda *told: self.log.append(("report", *told)))
 
-    def _lease(self, version, rollouts, avoid, patience):
+    def _lease(self, version, rollouts, avoid, patience, prefer):
+        self.preferred.append(prefer)
         self.sizes.append(rollouts)
         self.log.append(("lease", version, avoid))
         number = sum(entry[0] == "lease" for entry in self.log) - 1
@@ -135,6 +137,16 @@ def test_a_good_answer_is_taken_as_it_is_and_the_lease_released():
     pool = Pool(Generator())
     assert trunks(pool) == [("a/0", "terminated"), ("b/0", "terminated"), ("c/0", "terminated")]
     assert pool.log == [("lease", 3, ()), ("release", "g0")]
+
+
+def test_siblings_go_where_most_of_their_trunks_were_sampled():
+    pool = Pool(Generator())
+    rows = wanted("abc")
+    homes = pa.array(["g1", "g7", "g7"])
+    rows = rows.set_column(rows.column_names.index("generator"), "generator", homes)
+    assert len(list(sample("siblings", rows, Ask(seed=0, temperature=1.0), collection(pool)))) == 1
+    trunks(pool, tasks="a")
+    assert pool.preferred == ["g7", ""]
 
 
 def test_failed_groups_alone_are_tried_again_elsewhere():
@@ -185,7 +197,7 @@ def test_rows_that_no_generator_survives_come_back_failed_every_one_of_them(erro
 
 def test_a_pool_without_generators_costs_the_rows():
     class Empty(Pool):
-        def _lease(self, version, rollouts, avoid, patience):
+        def _lease(self, *asked):
             raise NoGenerators("every generator is gone")
 
     assert trunks(Empty(), tasks="ab", retries=2) == [("a/0", "failed"), ("b/0", "failed")]

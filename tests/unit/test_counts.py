@@ -84,7 +84,7 @@ def test_episodes_by_hand():
     assert counts.judged == 3
     assert counts == EpisodeCounts(
         episodes=4, successes=1, returns=1.0, turns=4, failed_calls=2, cut=2, tasks=Counter({(2, 1): 1, (1, 0): 1}), tool_calls=7, malformed_calls=2,
-        generated_tokens=9, boundaries=Counter({0: 2, 1: 1}),
+        generated_tokens=9, prompt_tokens=8, boundaries=Counter({0: 2, 1: 1}),
         ends=Counter(terminated=2, truncated=1, failed=1), failed=Counter({"E: lost": 1}), failed_first={"E: lost": "c"})
 
 

@@ -13,7 +13,7 @@ from actors.generator import Generator
 from actors.spawn import chat_template, episode_settings
 from pipelines.branching import requests
 from pipelines.collect import Ask
-from pipelines.rows import REQUESTS, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table
+from pipelines.rows import GROUPS, REQUESTS, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table
 from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Stage
 from rtpo_ray.config import Config, EnvironmentConfig, ModelConfig
@@ -52,7 +52,19 @@ def episodes(made, tasks=TASKS, **options):
 def siblings(made, trunks, turn, count=1, **options):
     stage = Stage(turn=turn, n_siblings=count, baseline="boundary", with_trunk=False)
     wanted = requests(rollouts_to_table(trunks), stage, algorithms.make("rtpo", {}), seed=0)
-    return table_to_groups(asyncio.run(made.siblings(wanted, ask(**options))))
+    return table_to_groups(grown(made, wanted, **options))
+
+
+def chunks(made, wanted, **options):
+    """What `siblings` yields, one table after the other."""
+    async def take():
+        return [table async for table in made.siblings(wanted, ask(**options))]
+
+    return asyncio.run(take())
+
+
+def grown(made, wanted, **options):
+    return pa.concat_tables(chunks(made, wanted, **options) or [GROUPS.empty_table()])
 
 
 def test_episodes_come_in_the_order_of_tasks_and_trunks(generator):
@@ -96,7 +108,7 @@ def test_every_boundary_gets_as_many_siblings_as_its_request_asks_for(generator)
         {"group_id": f"{one.rollout_id}/{turn}", "task_id": one.task_id, "parent": one.rollout_id, "count": count,
          "boundary": asdict(one.boundaries[turn])}
         for one, turn, count in wanted], schema=REQUESTS)
-    groups = table_to_groups(asyncio.run(generator().siblings(table, ask(count=99))))
+    groups = table_to_groups(grown(generator(), table, count=99))
     assert [(one.group_id, one.task_id, one.turn, [sibling.rollout_id for sibling in one.siblings]) for one in groups] == [
         ("t0/0/0", "t0", 0, ["t0/0/0/0"]), ("t0/0/2", "t0", 2, ["t0/0/2/0", "t0/0/2/1", "t0/0/2/2"]), ("t1/0/1", "t1", 1, ["t1/0/1/0", "t1/0/1/1"])]
     assert [[[turn.turn for turn in sibling.turns] for sibling in one.siblings] for one in groups] == [[[0, 1, 2]], [[2]] * 3, [[1, 2]] * 2]
