@@ -140,7 +140,7 @@ def test_a_good_answer_is_taken_as_it_is_and_the_lease_released():
 
 
 def test_siblings_go_where_most_of_their_trunks_were_sampled():
-    pool = Pool(Generator())
+    pool = Pool(Generator(), Generator())
     rows = wanted("abc")
     homes = pa.array(["g1", "g7", "g7"])
     rows = rows.set_column(rows.column_names.index("generator"), "generator", homes)
