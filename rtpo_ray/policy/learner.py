@@ -35,7 +35,7 @@ from rtpo_ray.policy import lora, modeling
 from rtpo_ray.policy.batching import MicroBatch, check_samples, check_unique, collate, dummy, plan_micro_batches
 from rtpo_ray.policy.update import Update
 from rtpo_ray.types import Sample, UpdateResult, context_hash
-from rtpo_ray.weights.channel import TensorSpec
+from rtpo_ray.weights.hashing import TensorSpec
 
 if TYPE_CHECKING:
     from rtpo_ray.config import LearnerConfig  # read as plain attributes, so that a GPU machine needs no configuration library
