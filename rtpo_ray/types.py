@@ -174,6 +174,21 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PushTimes:
+    """What one rank of the weight channel spent on one version. Phases are seconds in which it did nothing else; what the wire did meanwhile
+    is hidden in them."""
+
+    bytes: int = 0  # of all tensors
+    seconds: float = 0.0  # from the header to the confirmed hash
+    gather: float = 0.0  # sender: until the learner's shards were full tensors
+    copy: float = 0.0  # sender: packing buckets
+    wire: float = 0.0  # waiting for buckets
+    hash: float = 0.0
+    load: float = 0.0  # receiver: what the engine did with the tensors
+    confirm: float = 0.0  # waiting for the other side's hash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
     """What one update did, over all ranks and equal on all of them. "Gap" is learner minus engine log-probability of a token,
     before the first optimizer step."""

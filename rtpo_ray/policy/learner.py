@@ -36,7 +36,7 @@ from rtpo_ray.policy.accumulation import Accumulation
 from rtpo_ray.policy.batching import MicroBatch, check_samples, check_unique, computed_tokens, dummy, plan
 from rtpo_ray.policy.update import Update
 from rtpo_ray.types import Sample, UpdateResult, context_hash
-from rtpo_ray.weights.channel import TensorSpec
+from rtpo_ray.weights.hashing import TensorSpec
 
 if TYPE_CHECKING:
     from rtpo_ray.config import LearnerConfig  # read as plain attributes, so that a GPU machine needs no configuration library

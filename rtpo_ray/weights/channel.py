@@ -6,97 +6,139 @@
                                                                                for name, tensor in incoming.tensors(): ...
     waits for every receiver's hash       <-- hash through the store --------- the last tensor was taken
 
-Tensors travel as raw bytes, so any dtype works on gloo. A changed membership means a new channel under a new name on the same
-store; a channel that failed once refuses further use. Every wait has the channel's timeout, and every failure is a
-WeightSyncError that says which channel and rank waited for what.
+Both ends work while bytes are on the wire: the sender gathers and packs the next bucket and hashes the last one, a receiver hashes and
+loads one bucket while the next arrives. Tensors travel as raw bytes, so any dtype works on gloo. A changed membership means a
+new channel under a new name on the same store; a channel that failed once refuses further use. Every wait has the channel's
+timeout, and every failure is a WeightSyncError that says which channel and rank waited for what.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rtpo_ray.errors import WeightSyncError
 from rtpo_ray.network import join_store
+from rtpo_ray.timeline import Timeline
+from rtpo_ray.types import PushTimes
+from rtpo_ray.weights.hashing import TensorSpec, WeightsHash, as_bytes, spec_of, torch_dtype
 
 SENDER = 0
+IN_FLIGHT = 2  # buckets that the sender has on the wire at once
+KEPT = 4  # buckets whose memory a receiver uses again: one on the wire, one that is loaded, and parts that the engine still waits to complete
+ALIGNED = 16  # bytes: where a tensor may begin in a bucket, so that any dtype's view of it is allowed
 
 
-class TensorSpec(NamedTuple):
-    """What a receiver must know before the bytes come. `dtype` is torch's name without the prefix, such as "bfloat16"."""
+class Bucket(NamedTuple):
+    """What is packed and loaded together: tensors, each with its first byte."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    parts: tuple[tuple[TensorSpec, int], ...]
+    nbytes: int
 
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * torch_dtype(self.dtype).itemsize
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """"bfloat16" -> torch.bfloat16. ValueError when torch has no such dtype."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype is {name!r}; expected a torch dtype such as float32 or bfloat16")
-    return found
+    def slices(self, bucket_bytes: int) -> Iterator[slice]:
+        """What is sent at once: all of it, unless it is one tensor that is larger than a bucket."""
+        return (slice(start, min(start + bucket_bytes, self.nbytes)) for start in range(0, self.nbytes, bucket_bytes))
 
 
-class WeightsHash:
-    """Hash of named tensors in order, computed where they lie; equal on CPUs and GPUs.
+def buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[Bucket]:
+    """The tensors in order, as many in a bucket as fit into `bucket_bytes`, and one that does not fit by itself. None is torn apart."""
+    parts: list[tuple[TensorSpec, int]] = []
+    filled = 0
+    for spec in specs:
+        start = -(-filled // ALIGNED) * ALIGNED
+        if parts and start + spec.nbytes > bucket_bytes:
+            yield Bucket(tuple(parts), filled)
+            parts, start = [], 0
+        parts.append((spec, start))
+        filled = start + spec.nbytes
+    if parts:
+        yield Bucket(tuple(parts), filled)
 
-    Each tensor's bytes are read as 64-bit words; a word is mixed with its position by a bijection and the results are added
-    with wrap-around. So any change within one word is always seen, and exchanged words with probability 1 - 2**-64, which a
-    plain position-weighted sum cannot promise (two floats that differ in the sign bit only could be exchanged).
+
+class Stopwatch:
+    """Seconds by phase of one push on one rank."""
+
+    def __init__(self, nbytes: int, timeline: Timeline | None) -> None:
+        self._nbytes, self._timeline = nbytes, timeline
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str, span: bool = False, **details: Any) -> Iterator[None]:
+        """Count what the block takes for `name`, a field of PushTimes; with `span` also on the timeline."""
+        started, began = time.perf_counter(), time.time()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+            if span:
+                self.keep(name, began, **details)
+
+    def keep(self, name: str, began: float, lane: str = "", **details: Any) -> None:
+        """A span on the timeline, if there is one, from `began` (seconds since the epoch) until now."""
+        if self._timeline is not None:
+            self._timeline.add(name, began, time.time(), lane, **details)
+
+    def times(self) -> PushTimes:
+        """Until now."""
+        return PushTimes(bytes=self._nbytes, seconds=time.perf_counter() - self._started, **self._seconds)
+
+
+class Recycled:
+    """Memory of buckets, used again as soon as no tensor refers to it.
+
+    torch does so itself on GPUs. On CPUs it would give every bucket back to the system, and taking it again, page by page, costs
+    about as much as the wire.
     """
 
-    # Odd, so that multiplying is a bijection; written as signed 64-bit numbers.
-    _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []  # with what its last tensors hold on to
 
-    def __init__(self) -> None:
-        self._specs: list[TensorSpec] = []
-        self._sums: list[Tensor] = []
+    def take(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes] of anything."""
+        if self._device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        free = [memory for memory, holder in self._kept if holder() is None and memory.nbytes >= nbytes]
+        memory = min(free, key=len) if free else np.empty(max(nbytes, ALIGNED), dtype=np.uint8)
+        view = memory[:]
+        others = [kept for kept in self._kept if kept[0] is not memory]
+        self._kept = [*others[1 - KEPT :], (memory, weakref.ref(view))]  # one that is dropped lives as long as its tensors
+        return torch.from_numpy(view)[:nbytes]
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take the next tensor. Nothing waits for the device."""
-        self._specs.append(spec_of(name, tensor))
-        self._sums.append(self._checksum(as_bytes(tensor)))
 
-    def hexdigest(self) -> str:
-        """16 hex digits over the names, shapes, dtypes and bytes so far."""
-        sums = [int(value) for value in self._sums]
-        return hashlib.blake2b(json.dumps([self._specs, sums]).encode(), digest_size=8).hexdigest()
+class Wire:
+    """The slices of one push that are under way, first in, first out."""
 
-    @classmethod
-    def _checksum(cls, raw: Tensor) -> Tensor:
-        """int64 scalar of uint8 [n]."""
-        if raw.storage_offset() % 8:
-            raw = raw.clone()  # a view as 64-bit words needs an aligned start
-        whole = raw.numel() // 8 * 8
-        words = raw[:whole].view(torch.int64)
-        tail = torch.zeros(8, dtype=torch.uint8, device=raw.device)
-        tail[: raw.numel() - whole] = raw[whole:]
-        total = cls._mixed_sum(tail.view(torch.int64), words.numel())
-        chunk = 2**16 if raw.device.type == "cpu" else 2**23  # a CPU's cache holds a chunk and its scratch copy
-        for start in range(0, words.numel(), chunk):
-            total += cls._mixed_sum(words[start : start + chunk], start)
-        return total
+    def __init__(self, channel: WeightChannel, watch: Stopwatch) -> None:
+        self._channel, self._watch = channel, watch
+        self._works: deque[tuple[Any, Tensor, str, float]] = deque()  # the memory stays until its work is done
+        self._before = 0.0  # when the last one was done: what overlaps it counts as one bucket after the other
 
-    @classmethod
-    def _mixed_sum(cls, words: Tensor, start: int) -> Tensor:
-        x = torch.arange(start + 1, start + 1 + words.numel(), dtype=torch.int64, device=words.device)
-        x.mul_(cls._STEP).add_(words)
-        for shift, factor in ((30, cls._FIRST), (27, cls._SECOND)):
-            # The mask makes torch's arithmetic shift a logical one; without it the step would not be a bijection.
-            x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
-        return x.bitwise_xor_((x >> 31).bitwise_and_(2**33 - 1)).sum()
+    def put(self, raw: Tensor, what: str) -> None:
+        """Begin the broadcast of `raw`, uint8 [n], whose memory belongs to the wire until `wait` returned for it."""
+        self._works.append((self._channel._begin_broadcast(raw, what), raw, what, time.time()))
+
+    def wait(self, left: int) -> None:
+        """Until no more than `left` broadcasts are under way."""
+        while len(self._works) > left:
+            work, raw, what, began = self._works[0]
+            with self._watch.phase("wire"):
+                self._channel._finish_broadcast(work, what)
+            self._works.popleft()
+            self._watch.keep("bucket", max(began, self._before), bytes=raw.numel())
+            self._before = time.time()
 
 
 class Incoming:
@@ -105,31 +147,50 @@ class Incoming:
     def __init__(self, channel: WeightChannel, version: int, specs: list[TensorSpec], bucket_bytes: int) -> None:
         self.version, self.specs = version, specs
         self._channel, self._bucket_bytes = channel, bucket_bytes
+        self._watch = Stopwatch(sum(spec.nbytes for spec in specs), channel.timeline)
         self._digest = ""
+        self.times = PushTimes()  # once the last tensor was taken
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) in the sender's order, each freshly allocated on the channel's device. Read it to its end, once."""
-        digest = WeightsHash()
-        left = sum(spec.nbytes for spec in self.specs)
-        bucket = torch.empty(min(self._bucket_bytes, left), dtype=torch.uint8, device=self._channel.device)
-        position = size = 0
-        for spec in self.specs:
-            raw = torch.empty(spec.nbytes, dtype=torch.uint8, device=self._channel.device)
-            filled = 0
-            while filled < raw.numel():
-                if position == size:
-                    position, size = 0, min(self._bucket_bytes, left)
-                    self._channel._broadcast(bucket[:size], f"a bucket of version {self.version} up to {spec.name}")
-                    left -= size
-                count = min(size - position, raw.numel() - filled)
-                raw[filled : filled + count].copy_(bucket[position : position + count])
-                filled, position = filled + count, position + count
-            tensor = raw.view(torch_dtype(spec.dtype)).view(spec.shape)
-            digest.add(spec.name, tensor)
-            yield spec.name, tensor
-        found = digest.hexdigest()
-        self._channel._confirm(self.version, found)
-        self._digest = found
+        """(name, tensor) in the sender's order, on the channel's device. Read it to its end, once.
+
+        A tensor's memory is a part of its bucket's, which nobody else writes to and which is free again when all of its tensors are.
+        """
+        digest, watch = WeightsHash(), self._watch
+        for bucket, memory in self._arrivals():
+            parts = [(spec, memory[start : start + spec.nbytes]) for spec, start in bucket.parts]
+            del memory
+            with watch.phase("hash"):
+                for spec, raw in parts:
+                    digest.add_bytes(spec, raw)
+            with watch.phase("load", span=True, tensors=len(parts)):
+                for spec, raw in parts:
+                    yield spec.name, raw.view(torch_dtype(spec.dtype)).view(spec.shape)
+                del parts, raw
+        with watch.phase("hash"):
+            found = digest.hexdigest()
+        with watch.phase("confirm"):
+            self._channel._confirm(self.version, found)
+        self._digest, self.times = found, watch.times()
+
+    def _arrivals(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """The buckets with their bytes; the next one is on the wire while one is loaded."""
+        wire = Wire(self._channel, self._watch)
+        before: tuple[Bucket, Tensor] | None = None
+        for bucket in buckets(self.specs, self._bucket_bytes):
+            memory = self._channel.recycled.take(bucket.nbytes)
+            pieces = [memory[piece] for piece in bucket.slices(self._bucket_bytes)]
+            if before is not None:
+                wire.wait(0)
+            for piece in pieces:
+                wire.put(piece, f"a bucket of version {self.version} up to {bucket.parts[-1][0].name}")
+            if before is not None:
+                yield before
+            before = bucket, memory
+            del memory, pieces
+        wire.wait(0)
+        if before is not None:
+            yield before
 
     @property
     def hash(self) -> str:
@@ -139,24 +200,16 @@ class Incoming:
         return self._digest
 
 
-def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's elements as uint8 [n]; a view when it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 class WeightChannel:
     """One end of a channel. Rank 0 sends; ranks 1 .. world_size - 1 receive. World size 1 is a sender without receivers.
 
     Construction is collective: it returns when every rank is there, and raises WeightSyncError that names the absent ones.
+    With a timeline, every version, bucket and loading is a span on it.
     """
 
     def __init__(
         self, name: str, rank: int, world_size: int, host: str, port: int, device: torch.device | str, timeout_seconds: float,
-        bucket_bytes: int,
+        bucket_bytes: int, timeline: Timeline | None = None,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {bucket_bytes}; expected at least 1")
@@ -164,6 +217,9 @@ class WeightChannel:
         self.device = torch.device(device)
         self._timeout = timedelta(seconds=timeout_seconds)
         self._bucket_bytes = bucket_bytes
+        self.timeline, self.recycled = timeline, Recycled(self.device)
+        self.times = PushTimes()  # of the last version that was sent
+        self._packing: list[Tensor] = []  # the sender's buffers; every other bucket has the same
         self._transfers = 0  # of this channel so far; makes the store's keys of one transfer unique
         self._broken = ""
         self._store = self._guard(f"the weight store at {host}:{port}", lambda: self._connect(host, port))
@@ -206,28 +262,48 @@ class WeightChannel:
         if self.rank != SENDER:
             raise ValueError(f"weight channel {self.name}: rank {self.rank} is a receiver; only rank {SENDER} sends")
         self._begin(f"version {version} was not sent to its end")
+        watch, began, digest = Stopwatch(sum(spec.nbytes for spec in specs), self.timeline), time.time(), WeightsHash()
         header = json.dumps({"version": version, "specs": specs, "bucket_bytes": self._bucket_bytes}).encode()
         payload = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self.device)
         self._broadcast(torch.tensor([len(payload)], device=self.device), f"the size of the header of version {version}")
         self._broadcast(payload, f"the header of version {version}")
-        digest = WeightsHash()
-        bucket, filled = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self.device), 0
-        for spec, tensor in self._matched(version, specs, stream):
-            digest.add(spec.name, tensor)
-            raw = as_bytes(tensor)
-            taken = 0
-            while taken < raw.numel():
-                count = min(self._bucket_bytes - filled, raw.numel() - taken)
-                bucket[filled : filled + count].copy_(raw[taken : taken + count])
-                filled, taken = filled + count, taken + count
-                if filled == self._bucket_bytes:
-                    self._broadcast(bucket, f"a bucket of version {version} up to {spec.name}")
-                    filled = 0
-        if filled:
-            self._broadcast(bucket[:filled], f"the last bucket of version {version}")
-        found = digest.hexdigest()
-        self._confirm(version, found)
+        wire, matched = Wire(self, watch), self._matched(version, specs, stream)
+        for number, bucket in enumerate(buckets(specs, self._bucket_bytes)):
+            wire.wait(IN_FLIGHT - 1)  # so that the buffer is free again
+            raw = self._packed(bucket, number, matched, watch)
+            for piece in bucket.slices(self._bucket_bytes):
+                wire.wait(IN_FLIGHT - 1)
+                wire.put(raw[piece], f"a bucket of version {version} up to {bucket.parts[-1][0].name}")
+            with watch.phase("hash"):
+                for spec, start in bucket.parts:
+                    digest.add_bytes(spec, raw[start : start + spec.nbytes])
+        for _ in matched:  # nothing: it looks whether there is more than was announced
+            pass
+        wire.wait(0)
+        with watch.phase("hash"):
+            found = digest.hexdigest()
+        with watch.phase("confirm"):
+            self._confirm(version, found)
+        watch.keep(f"send version {version}", began, "push")
+        self.times = watch.times()
         return found
+
+    def _packed(self, bucket: Bucket, number: int, tensors: Iterator[tuple[TensorSpec, Tensor]], watch: Stopwatch) -> Tensor:
+        """The bucket's bytes: the tensor's own memory when there is one tensor in it, otherwise one of the two buffers."""
+        if len(bucket.parts) == 1:
+            with watch.phase("gather"):
+                _, tensor = next(tensors)
+            with watch.phase("copy"):
+                return as_bytes(tensor).to(self.device)
+        if len(self._packing) < IN_FLIGHT:  # zeros, because what lies between two tensors is sent too
+            self._packing = [torch.zeros(self._bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(IN_FLIGHT)]
+        packed = self._packing[number % IN_FLIGHT][: bucket.nbytes]
+        for spec, start in bucket.parts:
+            with watch.phase("gather"):
+                _, tensor = next(tensors)
+            with watch.phase("copy"):
+                packed[start : start + spec.nbytes].copy_(as_bytes(tensor))
+        return packed
 
     def _matched(
         self, version: int, specs: Sequence[TensorSpec], stream: Iterator[tuple[str, Tensor]]
@@ -291,10 +367,17 @@ class WeightChannel:
         self._transfers += 1
 
     def _broadcast(self, tensor: Tensor, what: str) -> None:
+        self._finish_broadcast(self._begin_broadcast(tensor, what), what)
+
+    def _begin_broadcast(self, tensor: Tensor, what: str) -> Any:
+        """The work that is under way. On a GPU it has a stream of its own, which waits for what the present one was given so far."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = SENDER, 0, self._timeout
-        peers = f"receivers (ranks 1 to {self.world_size - 1})" if self.rank == SENDER else f"the sender (rank {SENDER})"
-        self._guard(f"{what}, with {peers}", lambda: self._group.broadcast([tensor], options).wait(self._timeout))
+        return self._guard(f"{what}, with {self._peers}", lambda: self._group.broadcast([tensor], options))
+
+    def _finish_broadcast(self, work: Any, what: str) -> None:
+        """Wait until it is over; with a timeout NCCL's work holds up this thread too, so that the memory may be used again."""
+        self._guard(f"{what}, with {self._peers}", lambda: work.wait(self._timeout))
 
     def _guard(self, what: str, action: Callable[[], Any]) -> Any:
         try:
@@ -305,6 +388,10 @@ class WeightChannel:
     def _fail(self, message: str) -> WeightSyncError:
         self._broken = message
         return WeightSyncError(f"weight channel {self.name}, rank {self.rank} of {self.world_size}: {message}")
+
+    @property
+    def _peers(self) -> str:
+        return f"receivers (ranks 1 to {self.world_size - 1})" if self.rank == SENDER else f"the sender (rank {SENDER})"
 
     @property
     def _seconds(self) -> str:

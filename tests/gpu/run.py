@@ -33,7 +33,8 @@ from rtpo_ray.network import open_store  # noqa: E402
 from rtpo_ray.policy import lora, modeling  # noqa: E402
 from rtpo_ray.policy.learner import Learner, init_distributed  # noqa: E402
 from rtpo_ray.types import Sample, UpdateResult, context_hash  # noqa: E402
-from rtpo_ray.weights.channel import WeightChannel, WeightsHash  # noqa: E402
+from rtpo_ray.weights.channel import WeightChannel  # noqa: E402
+from rtpo_ray.weights.hashing import WeightsHash  # noqa: E402
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, by a part of the device's name
 SMALL: dict[str, Any] = dict(

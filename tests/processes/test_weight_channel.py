@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from rtpo_ray.errors import WeightSyncError
 from rtpo_ray.network import open_store
-from rtpo_ray.weights.channel import TensorSpec, WeightChannel, WeightsHash, spec_of
+from rtpo_ray.weights.channel import WeightChannel
+from rtpo_ray.weights.hashing import TensorSpec, WeightsHash, spec_of
 
 HOST = "127.0.0.1"
 
