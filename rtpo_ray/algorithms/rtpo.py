@@ -57,8 +57,8 @@ class Rtpo(Algorithm):
             self.refuse("with sibling_budget fixed every boundary gets n_siblings at once", "pilots", "explore")
             return
         if self.pilots >= self.n_siblings:
-            raise ValueError(f"pilots is {self.pilots} and n_siblings is {self.n_siblings}; with sibling_budget adaptive expected pilots < n_siblings, "
-                             "which is the size of a group that is extended")
+            raise ValueError(f"pilots is {self.pilots} and n_siblings is {self.n_siblings}; with sibling_budget adaptive expected pilots < "
+                             "n_siblings, which is the size of a group that is extended")
         self.refuse("with sibling_budget adaptive a trunk is no pilot, and is in no group", "reuse_trunk_at_last_turn")
         self.refuse("with sibling_budget adaptive every boundary's own pilots decide about it", "merge_groups")
         self.refuse("with sibling_budget adaptive the returns that decided about a group are those that it is credited with", "rho_min", "rho_max")

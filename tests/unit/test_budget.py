@@ -56,7 +56,8 @@ def test_a_group_weighs_the_inverse_of_its_chance_or_nothing():
 
 def test_stages_say_how_many_siblings_a_boundary_may_have():
     stages = make().stages(3)
-    assert [(stage.turn, stage.pilots, stage.explore, stage.siblings_a_boundary) for stage in stages] == [(turn, 2, 0.25, (2, 6)) for turn in (2, 1, 0)]
+    assert [stage.turn for stage in stages] == [2, 1, 0]
+    assert {(stage.pilots, stage.explore, stage.siblings_a_boundary) for stage in stages} == {(2, 0.25, (2, 6))}
     fixed = algorithms.make("rtpo", {"n_siblings": 6}).stages(3)
     assert {(stage.pilots, stage.siblings_a_boundary) for stage in fixed} == {(0, (6, 6))}
 
