@@ -26,7 +26,9 @@ class Stage:
     """One round of collecting, updating and publishing.
 
     turn: siblings branch off at this turn's boundaries, and the stage is skipped when there are none; None: wherever `branches` says.
-    n_siblings: of each of these boundaries, the trunk included when it is one of them.
+    n_siblings: of each of these boundaries, the trunk included when it is one of them; with `pilots`, of those that are extended.
+    pilots: siblings that every boundary gets before the rest of `n_siblings` is given to some (algorithms.budget); 0: all get all at once.
+    explore: probability that a boundary gets the rest when its pilots' returns agree.
     baseline: "task": all rollouts of a task are one group and every turn is trained; "boundary": the siblings of one boundary are, and
         only the turn that follows it is trained.
     with_trunk: the trunk is one of its own siblings (of a task, or from the boundary on).
@@ -36,6 +38,8 @@ class Stage:
 
     turn: int | None = None
     n_siblings: int = 0
+    pilots: int = 0
+    explore: float = 1.0
     baseline: str = "task"
     with_trunk: bool = True
     merge: bool = False
@@ -43,6 +47,11 @@ class Stage:
 
     def __post_init__(self) -> None:
         _one_of(self, "baseline", "task", "boundary")
+
+    @property
+    def siblings_a_boundary(self) -> tuple[int, int]:
+        """(least, most) that a boundary of the stage's turn may have, the trunk included when it is one of them."""
+        return self.pilots or self.n_siblings, self.n_siblings
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +198,9 @@ class Algorithm:
 
     def branches(self, stage: Stage, trunks: Sequence[Rollout], rng: random.Random) -> Sequence[Branch]:
         """Where siblings of one task's trunks start. Only trunks that did not fail are given. By default at the stage's turn."""
-        return [Branch(index, stage.turn, stage.n_siblings - stage.with_trunk) for index, trunk in enumerate(trunks)
+        least, most = stage.siblings_a_boundary
+        explore = stage.explore if most > least else 0.0
+        return [Branch(index, stage.turn, least - stage.with_trunk, most - least, explore) for index, trunk in enumerate(trunks)
                 if stage.turn is not None and any(boundary.turn == stage.turn for boundary in trunk.boundaries)]
 
     def credit(self, group: Group) -> Sequence[Credit]:

@@ -52,13 +52,13 @@ def _prefix(trunks: dict[str, Rollout], sibling: Rollout) -> tuple[TurnRecord, .
     return tuple(record for record in trunks[sibling.parent].turns if record.turn < sibling.turns[0].turn)
 
 
-def own_turn(group: Group, advantages: Sequence[float]) -> list[Credit]:
-    """The sibling's advantage on the group's turn alone: weight 1/N a sibling, spread over that turn's tokens."""
+def own_turn(group: Group, advantages: Sequence[float], share: float = 1.0) -> list[Credit]:
+    """The sibling's advantage on the group's turn alone: weight `share` / N a sibling, spread over that turn's tokens."""
     credits = []
     for index, (sibling, advantage) in enumerate(zip(group.siblings, advantages, strict=True)):
         records = [record for record in sibling.turns if record.turn == group.turn]
         tokens = sum(len(record.response_ids) for record in records)
-        credits += [Credit(index, record, advantage, len(record.response_ids) / (tokens * len(group.siblings))) for record in records]
+        credits += [Credit(index, record, advantage, share * len(record.response_ids) / (tokens * len(group.siblings))) for record in records]
     return credits
 
 

@@ -7,11 +7,11 @@ no division that would hide the comparison.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rtpo_ray import algorithms
-from rtpo_ray.algorithms.base import Algorithm
-from rtpo_ray.theory.lab import TASK, Pipeline, groups_of
+from rtpo_ray.algorithms.base import Algorithm, Stage
+from rtpo_ray.theory.lab import TASK, Pipeline, boundary_groups, extended_groups, groups_of, pull, weighed_samples
 from rtpo_ray.theory.line import Line
 from rtpo_ray.theory.tree import Coin, Play, Probabilities, Tree
 from rtpo_ray.types import Group
@@ -136,6 +136,33 @@ def zero_advantage(pipeline: Pipeline) -> list[Line]:
         filtered = {row["group_id"] for row in table.to_pylist() if row["reason"] == "zero_advantage"}
         lines.append(Line(f"zero-advantage rate, n = {n}, p = {p}", expected, sum(chance for chance, group in groups if group.group_id in filtered)))
     return lines
+
+
+def adaptive_budget(pipeline: Pipeline) -> list[Line]:
+    """Pilots first, the rest of the group by what they returned: the expected update is the fixed allocation's."""
+    lines = []
+    for name, tree, policy, n, explore in (("worked tree", WORKED, WORKED.uniform(), 3, 0.5), ("deep tree", DEEP, SKEWED, 3, 0.2)):
+        fixed, adaptive = (algorithms.make("rtpo", {"n_siblings": n, **options}).stages(tree.turns)
+                           for options in ({}, {"sibling_budget": "adaptive", "pilots": 2, "explore": explore}))
+        for one, other in zip(fixed, adaptive, strict=True):
+            expected, found = (_expected(pipeline, tree, policy, stage) for stage in (one, other))
+            gap = max(abs(a - b) for state in tree.moves for a, b in zip(expected[state], found[state], strict=True))
+            lines.append(Line(f"adaptive - fixed expected update, turn {one.turn} of the {name}, largest entry", 0.0, gap, within=1e-12))
+    stage = algorithms.make("rtpo", {"n_siblings": 3, "sibling_budget": "adaptive", "explore": 0.5}).stages(1)[0]
+    sure, coin = Tree({"start": (1.0, 0.0)}), Tree({"start": (Coin(0.1), Coin(0.1))})
+    whole, naive = (_expected(pipeline, sure, sure.uniform(), stage, divided)["start"][0] for divided in (True, False))
+    lines += [Line("expected update, R = 1 or 0 by the action, n = 3: (1 - 1/n) / 4", 1 / 6, whole),
+              Line("the same when the chance is not divided by", 5 / 36, naive)]
+    groups = list(extended_groups(coin, coin.uniform(), "start", replace(stage, n_siblings=4)))
+    size = sum(chance * len(group.siblings) for chance, group in groups)
+    return [*lines, Line("siblings a boundary, p = .1, 2 pilots of 4: 2 + 2 (1 - .5 (p^2 + (1-p)^2))", 3.18, size)]
+
+
+def _expected(pipeline: Pipeline, tree: Tree, policy: Probabilities, stage: Stage, divided: bool = True) -> dict[str, tuple[float, ...]]:
+    """The expected update of a stage. `divided`: False credits groups as if each had been sure to get what it got."""
+    groups = boundary_groups(tree, policy, tree.reach(policy), stage)
+    known = groups if divided else ((chance, replace(group, chance=1.0)) for chance, group in groups)
+    return pull(weighed_samples(pipeline, algorithms.make("rtpo", {}), known), tree, policy)
 
 
 def _error(found: dict[tuple[str, int], Credited]) -> float:

@@ -123,7 +123,7 @@ def gradients_agree(pipeline: Pipeline, batches: int = 40, tasks: int = 40) -> l
             true[TRAP.number[state]] = torch.tensor(values, dtype=torch.float64)
     with process_group():
         learner = make_learner(TRAP, method.objective, plain_steps(1.0), policy)
-        samples = weighed_samples(pipeline, method, boundary_groups(TRAP, policy, reach, 1, n))
+        samples = weighed_samples(pipeline, method, boundary_groups(TRAP, policy, reach, stage))
         exact = movement(learner, partial(learner.update, samples, 1, n, 0))
         sampled = torch.stack([movement(learner, partial(
             sampled_stage, pipeline, method, learner, TRAP, policy, sampled_trunks(method, TRAP, policy, tasks=tasks, seed=seed), stage, seed))

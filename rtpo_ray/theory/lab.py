@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rtpo_ray.algorithms.base import Algorithm, Objective, Stage
+from rtpo_ray.algorithms.budget import chance_of_more, is_extended
 from rtpo_ray.config import LearnerConfig
 from rtpo_ray.policy import modeling
 from rtpo_ray.policy.learner import Learner, init_distributed
@@ -111,11 +113,26 @@ def groups_of(tree: Tree, policy: Probabilities, state: str, n: int, *, whole: b
         yield math.prod(play.chance for play in chosen), group
 
 
-def boundary_groups(tree: Tree, policy: Probabilities, reach: Mapping[str, float], turn: int, n: int) -> Iterator[tuple[float, Group]]:
-    """The groups of one RTPO stage: of every state at `turn`, by its probability `reach` among the trunks."""
+def extended_groups(tree: Tree, policy: Probabilities, state: str, stage: Stage) -> Iterator[tuple[float, Group]]:
+    """Every (probability, group) of pilots from `state` and, by the coin of `algorithms.budget`, of the rest."""
+    for first, group in groups_of(tree, policy, state, stage.pilots):
+        chance = chance_of_more([sibling.returns_to_go for sibling in group.siblings], stage.explore)
+        group = replace(group, pilots=stage.pilots, chance=chance)
+        if chance < 1:
+            yield first * (1 - chance), group
+        for second, rest in groups_of(tree, policy, state, stage.n_siblings - stage.pilots):
+            name = f"{group.group_id}+{rest.group_id}"
+            more = tuple(replace(sibling, rollout_id=f"{name}/{stage.pilots + index}") for index, sibling in enumerate(rest.siblings))
+            kept = tuple(replace(sibling, rollout_id=f"{name}/{index}") for index, sibling in enumerate(group.siblings))
+            yield first * chance * second, replace(group, group_id=name, siblings=(*kept, *more))
+
+
+def boundary_groups(tree: Tree, policy: Probabilities, reach: Mapping[str, float], stage: Stage) -> Iterator[tuple[float, Group]]:
+    """The groups of one RTPO stage: of every state at its turn, by its probability `reach` among the trunks."""
     for state in tree.moves:
-        if tree.turn[state] == turn:
-            yield from ((reach[state] * chance, group) for chance, group in groups_of(tree, policy, state, n))
+        if tree.turn[state] == stage.turn:
+            groups = extended_groups(tree, policy, state, stage) if stage.pilots else groups_of(tree, policy, state, stage.n_siblings)
+            yield from ((reach[state] * chance, group) for chance, group in groups)
 
 
 def weighed_samples(pipeline: Pipeline, algorithm: Algorithm, groups: Iterable[tuple[float, Group]]) -> list[Sample]:
@@ -126,11 +143,24 @@ def weighed_samples(pipeline: Pipeline, algorithm: Algorithm, groups: Iterable[t
     return [replace(sample, weight=sample.weight * chances[sample.group_id]) for sample in pipeline.credit.samples_to_train(credited)]
 
 
+def pull(samples: Iterable[Sample], tree: Tree, policy: Probabilities) -> dict[str, tuple[float, ...]]:
+    """Gradient of the objective at `policy` with respect to the logits of one-token actions, by state: what a first step goes along, in
+    float64. A sample of action u adds weight x advantage x (1[u] - pi)."""
+    states = {tree.context(state): state for state in tree.moves}
+    found = {state: [0.0] * len(own) for state, own in tree.actions.items()}
+    for sample in samples:
+        state = states[tuple(sample.context_ids)]
+        taken = tree.actions[state].index(tuple(sample.response_ids))
+        for index, p in enumerate(policy[state]):
+            found[state][index] += sample.weight * sample.advantage * ((index == taken) - p)
+    return {state: tuple(own) for state, own in found.items()}
+
+
 def exact_stage(pipeline: Pipeline, algorithm: Algorithm, learner: Learner, tree: Tree, stage: Stage, reach: Mapping[str, float], steps: int) -> None:
     """Train one boundary stage for `steps` on-policy updates, every one the expectation over what could be sampled."""
     assert stage.turn is not None
     for _ in range(steps):
-        groups = boundary_groups(tree, policy_of(learner, tree), reach, stage.turn, stage.n_siblings)
+        groups = boundary_groups(tree, policy_of(learner, tree), reach, stage)
         learner.update(weighed_samples(pipeline, algorithm, groups), 1, stage.n_siblings, seed=0)
 
 
@@ -186,13 +216,22 @@ def train(pipeline: Pipeline, algorithm: Algorithm, tree: Tree, config: LearnerC
     return returns
 
 
-def _siblings(tree: Tree, policy: Probabilities, rng: random.Random, row: Mapping[str, object]) -> Group:
+def _siblings(tree: Tree, policy: Probabilities, rng: random.Random, row: Mapping[str, Any]) -> Group:
     """What a generator samples for one row of REQUESTS."""
-    boundary, count = row["boundary"], row["count"]
-    assert isinstance(boundary, dict) and isinstance(count, int)
-    siblings = [_play(tree, policy, rng, rollout_id=f"{row['group_id']}/{index}", task_id=str(row["task_id"]), parent=str(row["parent"]),
-                      state=boundary["snapshot"].decode()) for index in range(count)]
-    return Group(group_id=str(row["group_id"]), task_id=str(row["task_id"]), turn=boundary["turn"], siblings=tuple(siblings))
+    boundary, name, pilots = row["boundary"], str(row["group_id"]), int(row["count"])
+
+    def play(index: int) -> Rollout:
+        return _play(tree, policy, rng, rollout_id=f"{name}/{index}", task_id=str(row["task_id"]), parent=str(row["parent"]),
+                     state=boundary["snapshot"].decode())
+
+    siblings = [play(index) for index in range(pilots)]
+    group = Group(group_id=name, task_id=str(row["task_id"]), turn=boundary["turn"], siblings=tuple(siblings))
+    if not row["more"]:
+        return group
+    returns = [sibling.returns_to_go for sibling in siblings]
+    if is_extended(returns, row["explore"], rng.getrandbits(31)):
+        siblings += [play(index) for index in range(pilots, pilots + row["more"])]
+    return replace(group, siblings=tuple(siblings), pilots=pilots, chance=chance_of_more(returns, row["explore"]))
 
 
 def _play(tree: Tree, policy: Probabilities, rng: random.Random, *, rollout_id: str, task_id: str, parent: str = "", state: str = "",

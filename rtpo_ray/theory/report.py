@@ -22,6 +22,7 @@ FACTS: Mapping[str, Callable[[Pipeline], list[Line]]] = {
     "GSPO": facts_update.sequence_ratio,
     "generalised advantage estimation": facts_update.advantage_estimation,
     "zero-advantage rate": facts_credit.zero_advantage,
+    "pilots decide about the rest, without bias": facts_credit.adaptive_budget,
     "sampled RTPO reaches backward induction": facts_sweep.backward_induction,
     "every method learns": facts_sweep.every_method_learns,
     "exact and sampled gradients agree": facts_update.gradients_agree,

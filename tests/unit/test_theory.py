@@ -45,7 +45,7 @@ def test_method_improves_the_expected_return(name):
 
 @pytest.mark.parametrize("options", [
     {"merge_groups": True, "n_trunks": 2}, {"reuse_trunk_at_last_turn": True}, {"sync_every": 0, "rho_min": 0.0, "rho_max": 5.0},
-    {"epochs": 2, "minibatches": 2}], ids=str)
+    {"epochs": 2, "minibatches": 2}, {"sibling_budget": "adaptive", "n_siblings": 12}], ids=str)
 def test_options_of_rtpo_improve_it_too(options):
     returns = facts_sweep.learned(PIPELINE, "rtpo", 9, seed=0, **options)
     assert returns[-1] > 0.9  # of 1
