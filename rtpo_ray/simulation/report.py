@@ -49,8 +49,8 @@ def scene(run: str, machine_file: str, *, trunks: int | None, siblings: int | No
     work = work if shared is None else replace(work, shared=shared)
     one, grpo = Shape(generators=1, ranks=1), Grpo()
     ours, theirs = (simulate(each, work, machine, one, seed) for each in (method, grpo))
-    return Scene(machine=machine, work=work, rtpo=method, source=source, generated=like(grpo, ours, theirs, "generated"),
-                 trained=like(grpo, ours, theirs, "trained"))
+    return Scene(machine=machine, work=work, rtpo=method, source=source, generated=like(grpo, work, theirs, ours, "generated"),
+                 trained=like(grpo, work, theirs, ours, "trained"))
 
 
 def rows(what: Scene, generators: Sequence[int], learners: Sequence[int], seed: int) -> list[dict[str, Any]]:
@@ -89,7 +89,8 @@ def lines(what: Scene, found: Sequence[dict[str, Any]]) -> list[str]:
                  f"{row['generators_busy']:.0%}", f"{row['learners_busy']:.0%}", f"{1000 * row['seconds'] / row['siblings']:.2f}",
                  f"{1e6 * row['seconds'] / row['generated_tokens']:.2f}"]
         made.append("| " + " | ".join(cells) + " |")
-    made += ["", f"GRPO samples {what.generated.n_trunks} chains a task, about as many tokens as RTPO. RTPO's seconds over GRPO's:", "",
+    made += ["", f"GRPO samples {what.generated.n_trunks} chains a task, about as many tokens as RTPO, and with overlap learns the tasks that are complete "
+             f"(a run learns them once all are). RTPO's seconds a token over GRPO's ({what.trained.n_trunks} chains for as many trained tokens):", "",
              "| overlap | generators | learners | at equal generated tokens | at equal trained tokens |", "|---|--:|--:|--:|--:|"]
     made += [f"| {'on' if row['overlap'] else 'off'} | {row['generators']} | {row['ranks']} | {row['grpo']['generated']:.2f} | "
              f"{row['grpo']['trained']:.2f} |" for row in found if row["method"] == "rtpo"]

@@ -180,7 +180,14 @@ def _split(jobs: Sequence[Job], count: int) -> list[Sequence[Job]]:
     return [jobs[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
 
 
-def like(method: Algorithm, other: Sweep, mine: Sweep, what: str) -> Algorithm:
-    """`method` with the number of trunks at which `mine`, a sweep of it, would have as many tokens (`what`: generated or trained) as `other`."""
-    ratio = other.sum(f"{what}_tokens") / max(mine.sum(f"{what}_tokens"), 1e-9)
-    return replace(method, n_trunks=max(2, round(method.n_trunks * ratio)))
+def like(method: Algorithm, work: Work, mine: Sweep, other: Sweep, what: str) -> Algorithm:
+    """`method`, a sweep of which is `mine`, with the number of trunks a task at which it has as many tokens (`what`: generated or trained) as
+    `other`: those generated grow with the trunks, those trained with the share of groups whose returns differ as well."""
+    def tokens(trunks: int) -> float:
+        return trunks * (1 - work.returns[0].equal(trunks) if what == "trained" else 1.0)
+
+    wanted = tokens(method.n_trunks) * other.sum(f"{what}_tokens") / max(mine.sum(f"{what}_tokens"), 1e-9)
+    trunks = 2
+    while tokens(trunks + 1) <= wanted:
+        trunks += 1
+    return replace(method, n_trunks=trunks + (wanted - tokens(trunks) > tokens(trunks + 1) - wanted))

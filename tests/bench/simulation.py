@@ -1,7 +1,7 @@
 """How well `rtpo simulate` predicts sweeps that it has not seen, from what it fits to one run.
 
     python tests/bench/simulation.py                # about eight minutes on two cores; writes results/simulation.json
-    python tests/bench/simulation.py --keep runs/validation; python tests/bench/simulation.py --kept runs/validation
+    python tests/bench/simulation.py --keep runs/validation --only rtpo-1x1 grpo-1x1     # a part of it; what is kept is not made again
 
 Real runs of the quickstart's model and task, by RTPO and GRPO, with 1, 2 and 3 generators and one learner rank, and with 2 and 2. The learning
 rate is so small that the policy, and so the work of a sweep, stays what it was. The parameters are fitted to one run of RTPO; every other run
@@ -49,6 +49,10 @@ def configure(root: Path, method: str, generators: int, ranks: int, sweeps: int)
         "learner.threads=1", "cluster.dashboard=false", "cluster.local_cpus=8", "learner.timeout=120", "sampling.stage_timeout=120"])
 
 
+def finished(config: Config) -> bool:
+    return (Path(config.run.root) / config.run.name / "final").is_dir()
+
+
 def measure(configs: list[Config]) -> None:
     model = str(materialise(configs[0], print))
     with cluster.connect(*configs):
@@ -88,16 +92,15 @@ def main() -> None:
     parser.add_argument("--sweeps", type=int, default=4, help="of every run, the first not counted (4)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--fitted", default="rtpo-1x1", help="run that the parameters are fitted to (rtpo-1x1)")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the runs there")
-    parser.add_argument("--kept", metavar="FOLDER", help="predict runs that were kept there, and make none")
+    parser.add_argument("--only", nargs="+", metavar="METHOD-GxR", help="of the runs, such as rtpo-2x1, those that are not there yet; default: all")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep the runs there, and make those that are not there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        root = Path(args.kept or args.keep or temporary).resolve()
-        names = [(method, *shape) for shape in SHAPES for method in args.methods]
-        if not args.kept:
-            measure([configure(root, *name, args.sweeps) for name in names])
-        folders = [root / "{}-{}x{}".format(*name) for name in names]
-        made = pairs([folder for folder in folders if (folder / "metrics.jsonl").is_file()], args.fitted)
+        root = Path(args.keep or temporary).resolve()
+        configs = [configure(root, method, *shape, args.sweeps) for shape in SHAPES for method in args.methods]
+        if waiting := [one for one in configs if not finished(one) and (not args.only or one.run.name in args.only)]:
+            measure(waiting)
+        made = pairs([root / one.run.name for one in configs if finished(one)], args.fitted)
     worst = max(abs(each["error"]) for each in made if not each["fitted"])
     print(f"worst {worst:.1%}")
     write("simulation", "sweeps of real runs, predicted from another run", {"fitted": args.fitted, "pairs": made},
