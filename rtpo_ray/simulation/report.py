@@ -89,8 +89,9 @@ def lines(what: Scene, found: Sequence[dict[str, Any]]) -> list[str]:
                  f"{row['generators_busy']:.0%}", f"{row['learners_busy']:.0%}", f"{1000 * row['seconds'] / row['siblings']:.2f}",
                  f"{1e6 * row['seconds'] / row['generated_tokens']:.2f}"]
         made.append("| " + " | ".join(cells) + " |")
-    made += ["", f"GRPO samples {what.generated.n_trunks} chains a task, about as many tokens as RTPO, and with overlap learns the tasks that are complete "
-             f"(a run learns them once all are). RTPO's seconds a token over GRPO's ({what.trained.n_trunks} chains for as many trained tokens):", "",
+    made += ["", f"GRPO samples {what.generated.n_trunks} chains a task, about as many tokens as RTPO, and with overlap learns tasks as they are "
+             f"complete (a run learns them once all are). RTPO's seconds a token over GRPO's "
+             f"({what.trained.n_trunks} chains for as many trained tokens):", "",
              "| overlap | generators | learners | at equal generated tokens | at equal trained tokens |", "|---|--:|--:|--:|--:|"]
     made += [f"| {'on' if row['overlap'] else 'off'} | {row['generators']} | {row['ranks']} | {row['grpo']['generated']:.2f} | "
              f"{row['grpo']['trained']:.2f} |" for row in found if row["method"] == "rtpo"]
