@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: spinning threads on shared cores collapse to a crawl
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        return {"train": train, "evaluate": evaluate, "compare": compare, "theory": theory, "submit": submit, "stop": stop,
+        return {"train": train, "evaluate": evaluate, "compare": compare, "theory": theory, "simulate": simulate, "submit": submit, "stop": stop,
                 "status": status, "doctor": doctor}[args.command](args)
     except ConfigError as error:
         print(f"rtpo: configuration error: {error}", file=sys.stderr)
@@ -152,6 +152,27 @@ def theory(args: argparse.Namespace) -> int:
     return OK if report(_say, Pipeline(rows=rows, branching=branching, credit=credit, counts=counts)) else FAILED
 
 
+def simulate(args: argparse.Namespace) -> int:
+    """What a sweep would take with other numbers of generators and learner ranks, or by GRPO, on the machine of a run or of a file."""
+    from rtpo_ray.simulation import report
+
+    what = report.scene(args.run, args.machine, trunks=args.trunks, siblings=args.siblings, shared={"": None, "on": True, "off": False}[args.shared],
+                        seed=args.seed)
+    report.report(what, generators=args.generators, learners=args.learners, figure=args.figure, as_json=args.json, seed=args.seed, say=_say)
+    return OK
+
+
+def _counts(text: str) -> list[int]:
+    """Of 1,2,4."""
+    counts = [int(word) for word in text.split(",")]
+    if min(counts) < 1:
+        raise ValueError(f"{text}: expected numbers of at least 1")
+    return counts
+
+
+_counts.__name__ = "list of numbers, such as 1,2,4,"  # argparse names it when one is wrong
+
+
 def _run_folder(config: Config) -> Path:
     return Path(config.run.root).expanduser().resolve() / config.run.name
 
@@ -254,7 +275,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments; overrides may stand before and after the options."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    if args.command in ("theory", "stop", "status"):
+    if args.command in ("theory", "simulate", "stop", "status"):
         if rest:
             parser.error(f"unrecognized arguments {' '.join(rest)}")
         return args
@@ -301,6 +322,20 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("status", help="where a run stands", description="where a run stands, and who is alive")
     command.add_argument("--address", default="", metavar="URL", help="of the head's dashboard; empty: the ledger alone")
     command.add_argument("folder", help="of the run, such as runs/NAME")
+    summary = "what a sweep of RTPO and of GRPO would take: other numbers of generators and learners, another machine"
+    command = commands.add_parser("simulate", help=summary, description=summary)
+    source = command.add_mutually_exclusive_group()
+    source.add_argument("--run", metavar="FOLDER", default="", help="fit the machine and the work to what this run measured, such as runs/NAME")
+    source.add_argument("--machine", metavar="FILE", default="conf/simulate/h200.yaml", help="YAML file of a machine and its work (%(default)s)")
+    command.add_argument("--generators", type=_counts, default=[1, 2, 4], metavar="N,N", help="numbers of generators (1,2,4)")
+    command.add_argument("--learners", type=_counts, default=[1, 2], metavar="N,N", help="numbers of learner ranks (1,2)")
+    command.add_argument("--trunks", type=int, metavar="N", help="of a task, by RTPO; default: the run's, or 1")
+    command.add_argument("--siblings", type=int, metavar="N", help="of a boundary, by RTPO; default: the run's, or 8")
+    command.add_argument("--shared", choices=("on", "off"), default="", help="whether the learner computes what a group has in common once; "
+                         "default: as the run did, or the file says")
+    command.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    command.add_argument("--json", action="store_true", help="print everything as one line of JSON instead of a table")
+    command.add_argument("--figure", metavar="FILE", default="", help="draw the best split of 8 to 1,024 GPUs (.svg, .png, .pdf)")
     commands.add_parser("theory", help="check the theory of the methods on small games", description="check the theory of the methods on small games")
     return parser
 

@@ -50,7 +50,8 @@ class NoopGenerator:
             offsets.append(offsets[-1] + count)
         turns = pa.array([0] * len(groups), pa.int32())
         return pa.Table.from_arrays([requests["group_id"].combine_chunks(), requests["task_id"].combine_chunks(), turns,
-                                     pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), made)], schema=GROUPS)
+                                     pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), made), pa.array([0] * len(groups), pa.int32()),
+                                     pa.array([1.0] * len(groups), pa.float64())], schema=GROUPS)
 
 
 class NoopRank:
