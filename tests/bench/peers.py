@@ -7,8 +7,8 @@
 TRL lives in a virtual environment of its own (--venv), made when it is not there. Both sides are started at once, warmed up, and then take turns:
 a few steps of one while the other is idle, and so on, so that a busy machine hurts both alike. Start-up is not counted. Ours is a whole run on a
 local Ray cluster, with everything that a run does but saving, which TRL is spared too. Each side gets the settings that were found fastest for it.
-The model's responses end where it ends them ("short", a call of a tool of some 12 tokens), or at the longest length ("long": nothing it can sample
-ends one). A learning rate of 1e-6 keeps the amount of work the same all along.
+The model's responses end where it ends them ("short", a call of a tool of some 12 tokens), or at the longest length ("long": what would
+end one is a token that it practically never samples). A learning rate of 1e-6 keeps the amount of work the same all along.
 """
 
 from __future__ import annotations
@@ -30,18 +30,16 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # of this process, which builds the model; the sides get their own
 
-from sides import PHASES, Side, write  # noqa: E402
+from sides import QUIET, Side, our_sweeps, summary, take_turns, write  # noqa: E402
 
 from rtpo_ray.config import Config, load_config  # noqa: E402
 
 PINS = ("torch==2.13.0", "transformers==5.24.0", "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0")
-PATIENCE = 300.0  # seconds for one side's answer, its start included
 TARGET = 2.0
-QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
-         "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
 OPTIMIZER = {"lr": 1e-6, "weight_decay": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "max_grad_norm": 1.0}
 GROUP = 8  # completions of a prompt
-# A message of the model ends with a token that no model can sample: its number lies outside of the vocabulary.
+SMOLLM2_NEVER = "<empty_output>"
+# A message of the model ends with a token that it never learned to say.
 ENDLESS = """\
 {%- if tools or messages[0].role == 'system' -%}
   {{- '<|im_start|>system' -}}
@@ -106,21 +104,21 @@ def overrides(shape: Shape) -> list[str]:
     return ["warm_start.noise=0.7", "warm_start.steps=300", *tasks, f"environment.max_turns={shape.turns}", "algorithm.name=grpo",
             f"algorithm.args.n_trunks={GROUP}", f"sampling.tasks_per_sweep={shape.completions // GROUP}", "sampling.temperature=1.0",
             f"sampling.max_response_tokens={shape.tokens}", f"generators.min={shape.generators}", "generators.cpus=0.25",
-            "generators.kv_cache_mb=256", f"generators.max_model_len={room}", f"generators.max_num_seqs={each}", "learner.cpus=0.5", "learner.threads=2",
-            "run.state_every=0", "cluster.local_cpus=4", "cluster.dashboard=false", *optimizer, *shape.ours]
+            "generators.kv_cache_mb=256", f"generators.max_model_len={room}", f"generators.max_num_seqs={each}", "learner.cpus=0.5",
+            "learner.threads=2", "run.state_every=0", "cluster.local_cpus=4", "cluster.dashboard=false", *optimizer, *shape.ours]
 
 
 def endless(folder: Path, made: Path) -> Path:
-    """The model in `folder` again, in `made`, so that nothing that it can sample ends a response."""
+    """The model in `folder` again, in `made`, with another token to end a response: one that it practically never samples."""
     from transformers import AutoTokenizer
 
     made.mkdir(parents=True)
     (made / "model.safetensors").symlink_to(folder / "model.safetensors")
     tokenizer, config = AutoTokenizer.from_pretrained(folder), json.loads((folder / "config.json").read_text())
-    tokenizer.add_tokens([f"<|unused-{number}|>" for number in range(config["vocab_size"] - len(tokenizer))])
-    tokenizer.add_special_tokens({"eos_token": "<|never|>", "pad_token": tokenizer.pad_token or "<|im_end|>"})
-    assert tokenizer.eos_token_id >= config["vocab_size"]
-    tokenizer.chat_template = ENDLESS
+    never = "<|never|>" if len(tokenizer) < config["vocab_size"] else SMOLLM2_NEVER
+    tokenizer.add_special_tokens({"eos_token": never, "pad_token": tokenizer.pad_token or "<|im_end|>"})
+    assert tokenizer.eos_token_id < config["vocab_size"], f"{folder}: {never} has no place in the vocabulary"
+    tokenizer.chat_template = ENDLESS.replace("<|never|>", never)
     tokenizer.save_pretrained(made)
     (made / "config.json").write_text(json.dumps({**config, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}))
     (made / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}))
@@ -159,9 +157,7 @@ def prompts(shape: Shape, config: Config, model: Path, steps: int) -> list[dict[
 
 
 def our_side(shape: Shape, config: Config, model: Path, scratch: Path) -> Side:
-    given = [*overrides(shape), f"model.path={model}"]
-    return Side("rtpo-ray", [sys.executable, str(ROOT / "tests/bench/sides.py"), str(model), tempfile.mkdtemp(dir=scratch) + "/run", *given],
-                {**QUIET, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}, Path(tempfile.mkstemp(dir=scratch, suffix=".log")[1]))
+    return our_sweeps(model, scratch, overrides(shape))
 
 
 def trl_side(shape: Shape, config: Config, model: Path, scratch: Path, python: Path, rows: Path) -> Side:
@@ -175,33 +171,6 @@ def trl_side(shape: Shape, config: Config, model: Path, scratch: Path, python: P
     return Side("TRL", [str(python), str(ROOT / "tests/bench/peers_trl.py"), str(file)],
                 {**QUIET, "OMP_NUM_THREADS": str(shape.threads), "OMP_WAIT_POLICY": shape.policy},
                 Path(tempfile.mkstemp(dir=scratch, suffix=".log")[1]))
-
-
-def take_turns(sides: list[Side], steps: int, pairs: int) -> list[list[dict[str, Any]]]:
-    """Answers by side, after one to warm up."""
-    try:
-        found: list[list[dict[str, Any]]] = [[] for _ in sides]
-        for number in range(pairs + 1):
-            for side, kept in zip(sides, found, strict=True):
-                answer = side.steps(max(steps, 2) if number == 0 else steps, PATIENCE)
-                if number:
-                    kept.append(answer)
-        return found
-    finally:
-        for side in sides:
-            side.close()
-
-
-def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of one side's answers."""
-    steps = [step for answer in found for step in answer["steps"]]
-    seconds, tokens = statistics.median(answer["seconds"] for answer in found), statistics.mean(step["generated_tokens"] for step in steps)
-    kept = {"seconds_a_step": seconds, "generated_tokens_a_step": tokens, "generated_tokens_a_second": tokens / seconds,
-            "each": [round(answer["seconds"], 4) for answer in found]}
-    if "phases" in steps[0]:
-        kept["phases"] = {phase: statistics.median(step["phases"][phase] for step in steps) for phase in PHASES}
-        kept |= {key: statistics.mean(step[key] for step in steps) for key in ("trained_tokens", "learner_tokens", "failed")}
-    return kept
 
 
 def compare(name: str, shape: Shape, pairs: int, python: Path, tune: bool) -> dict[str, Any]:

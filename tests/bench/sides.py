@@ -3,15 +3,17 @@
 A side is a process that reads lines `{"steps": n}` and answers each with one line `SIDE {"seconds": .., "steps": [..]}` once so many steps are done;
 it ends with its input. This file is also our own side, a run as `rtpo train` makes it, whose coordinator lives in this process:
 
-    python tests/bench/sides.py MODEL FOLDER field=value ...
+    python tests/bench/sides.py MODEL FOLDER [FILE.yaml ...] [field=value ...]
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +22,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 MARK = "SIDE "
+PATIENCE = 300.0  # seconds for one side's answer, its start included
+QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
+         "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
 PHASES = ("generate", "credit", "learn", "broadcast", "other")
 
 
@@ -79,6 +84,40 @@ class Side:
                 self._process.wait(30)
 
 
+def our_sweeps(model: Path, scratch: Path, given: Sequence[str], name: str = "rtpo-ray") -> Side:
+    """A run of ours; its files are in a folder of its own under `scratch`."""
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    return Side(name, [sys.executable, str(Path(__file__)), str(model), str(folder / "run"), *given],
+                {**QUIET, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}, folder / "log")
+
+
+def take_turns(sides: Sequence[Side], steps: int, pairs: int) -> list[list[dict[str, Any]]]:
+    """Answers by side, after one to warm up."""
+    try:
+        found: list[list[dict[str, Any]]] = [[] for _ in sides]
+        for number in range(pairs + 1):
+            for side, kept in zip(sides, found, strict=True):
+                answer = side.steps(max(steps, 2) if number == 0 else steps, PATIENCE)
+                if number:
+                    kept.append(answer)
+        return found
+    finally:
+        for side in sides:
+            side.close()
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of one side's answers."""
+    steps = [step for answer in found for step in answer["steps"]]
+    seconds, tokens = statistics.median(answer["seconds"] for answer in found), statistics.mean(step["generated_tokens"] for step in steps)
+    kept = {"seconds_a_step": seconds, "generated_tokens_a_step": tokens, "generated_tokens_a_second": tokens / seconds,
+            "each": [round(answer["seconds"], 4) for answer in found]}
+    if "phases" in steps[0]:
+        kept["phases"] = {phase: statistics.median(step["phases"][phase] for step in steps) for phase in PHASES}
+        kept |= {f"{key}_a_step": statistics.mean(step[key] for step in steps) for key in ("trained_tokens", "learner_tokens", "failed")}
+    return kept
+
+
 def answers(count: int, seconds: float, steps: Sequence[Mapping[str, Any]]) -> str:
     """The line of `count` steps that took `seconds` together."""
     return MARK + json.dumps({"seconds": seconds / count, "steps": list(steps)})
@@ -90,12 +129,14 @@ def requests() -> Iterator[int]:
         yield int(json.loads(line)["steps"])
 
 
-def sweeps(model: str, folder: str, overrides: Sequence[str]) -> None:
-    """Our side: a step is a sweep."""
+def sweeps(model: str, folder: str, given: Sequence[str]) -> None:
+    """Our side: a step is a sweep. `given`: files of configuration and overrides."""
     from actors.cluster import build_coordinator, connect
     from rtpo_ray.config import load_config
 
-    config = load_config(None, [*overrides, "run.sweeps=1000000", "run.eval_tasks=0", "run.aim=false"])
+    files = [word for word in given if word.endswith(".yaml")]
+    config = load_config(files, [*(word for word in given if word not in files), "run.sweeps=1000000", "run.tokens=0", "run.eval_tasks=0",
+                                 "run.aim=false", f"model.path={model}"])
     with connect(config):
         Path(folder).mkdir(parents=True)
         events = build_coordinator(config, model).run(folder)
