@@ -199,7 +199,8 @@ class Coordinator(Evaluator):
         done = time.perf_counter()
         spent = {"generate": self._busy(), "credit": counts.credit_seconds, "overlapped": taken.overlapped,
                  "learn": taken.waited + learned - collected, "broadcast": done - learned}
-        return stage_event(sweep, stage, counts, update, published) | {"retired": self._retired(), "seconds": _phases([spent], done - started)}
+        return stage_event(sweep, stage, counts, update, published) | {
+            "occupancy": self._occupancy(), "retired": self._retired(), "seconds": _phases([spent], done - started)}
 
     def _siblings(self, stage: Stage, episodes: EpisodeCounts) -> int:
         """About how many a stage samples: what branches grow is known block by block only."""
@@ -312,12 +313,13 @@ class Coordinator(Evaluator):
         """Conservation, and no stale sample."""
         accounted = counts.trained + counts.filtered.total() + counts.failed.total()
         if stage.turn is None:  # what branches grow is known block by block, and checked there
-            expected = counts.siblings if self._algorithm.branching else episodes.episodes
+            least = most = counts.siblings if self._algorithm.branching else episodes.episodes
             asked = f"{episodes.episodes} episodes"
         else:
-            expected = episodes.boundaries[stage.turn] * stage.n_siblings
-            asked = f"{episodes.boundaries[stage.turn]} boundaries x {stage.n_siblings} siblings = {expected}"
-        if not expected == counts.siblings == accounted:
+            least, most = (episodes.boundaries[stage.turn] * each for each in stage.siblings_a_boundary)
+            each = f"{stage.n_siblings} siblings = {most}" if least == most else f"{stage.pilots} to {stage.n_siblings} siblings = {least} to {most}"
+            asked = f"{episodes.boundaries[stage.turn]} boundaries x {each}"
+        if not (least <= counts.siblings <= most and counts.siblings == accounted):
             raise ConservationError(f"{where}: {asked} were asked for; {counts.siblings} came back, {counts.trained} trained + "
                                     f"{dict(counts.filtered)} filtered + {dict(counts.failed)} failed")
         if not counts.versions <= {self._version}:
@@ -335,7 +337,7 @@ def stage_event(sweep: int, stage: Stage, counts: StageCounts, update: UpdateRes
         "kind": "stage", "sweep": sweep, "turn": stage.turn, "groups": counts.groups, "siblings": counts.siblings,
         "success": rate(counts.successes, counts.siblings), "zero_advantage_rate": rate(counts.groups - counts.informative_groups, counts.groups),
         "weight_version": max(counts.versions, default=None), "generated_tokens": counts.generated_tokens, "prompt_tokens": counts.prompt_tokens,
-        "cached_prompt_tokens": counts.cached_prompt_tokens, "trained": counts.trained,
+        "cached_prompt_tokens": counts.cached_prompt_tokens, "shareable_prompt_tokens": counts.shareable_prompt_tokens, "trained": counts.trained,
         "filtered": dict(counts.filtered), "failed": dict(counts.failed), "failed_first": counts.failed_first,
         "logprob_gap_mean": _finite(update.logprob_gap_mean) if trained else None,
         "logprob_gap_max": _finite(update.logprob_gap_max) if trained else None,

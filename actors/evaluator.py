@@ -15,7 +15,7 @@ import ray.data
 
 from actors.joining import joining
 from actors.publisher import AsLoaded, Published, WeightPublisher
-from actors.waiting import Doing, wait_for
+from actors.waiting import Doing, answered, wait_for
 from pipelines.collect import Ask, Collection, collect_episodes, count_rollouts
 from pipelines.counts import EpisodeCounts
 from pipelines.tasks import SeedTasks, TaskSource
@@ -136,6 +136,14 @@ class Evaluator:
     def _busy(self) -> float:
         busy: float = wait_for(self._pool.take_busy_seconds.remote(), self._patience, "the generator pool's clock")
         return busy
+
+    def _occupancy(self) -> dict[str, float | None]:
+        """Since the last call, over all generators: the share of their slots that was full while they had work, and of what could be under way."""
+        members = wait_for(self._pool.members.remote(), self._patience, "the generator pool's members")
+        taken = answered([lease.generator.take_occupancy.remote() for lease in members], self._patience)
+        full, could, demanded = (sum(part) for part in zip(*((one["slot_seconds"], one["slots"] * one["open_seconds"], one["demand_seconds"])
+                                                             for one in taken), strict=True)) if taken else (0.0, 0.0, 0.0)
+        return {"slots": rate(full, could), "demand": rate(full, demanded)}
 
     def _retired(self) -> dict[str, str]:
         """Generators taken out of service since the last event, with the reason."""

@@ -1,5 +1,6 @@
 """The whole loop on real parts: Ray, Ray Data, two vLLM engines, the learner gang, the weight channel."""
 
+import json
 import time
 
 import ray
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actors.publisher import AsLoaded
 from actors.spawn import spawn_pool
 from pipelines.collect import Ask, Collection, collect_episodes, stage_samples
-from pipelines.rows import table_to_rollouts
+from pipelines.rows import table_to_rollouts, unpack
 from pipelines.tasks import SeedTasks
 from rtpo_ray import algorithms
 from rtpo_ray.config import AlgorithmConfig, load_config
@@ -19,13 +20,13 @@ from rtpo_ray.types import derive_seed
 STAGE = {"kind", "sweep", "turn", "groups", "siblings", "success", "zero_advantage_rate", "weight_version", "generated_tokens", "prompt_tokens",
          "cached_prompt_tokens", "failed", "filtered", "logprob_gap_mean", "logprob_gap_max", "ratio_geomean", "loss", "grad_norm", "seconds"}
 STAGE_TOO = {"k3", "failed_first", "trained", "clip_fraction", "optimizer_steps", "refused", "trained_tokens", "learner_tokens", "unique_tokens",
-             "weights_hash", "probe_gap", "retired", "unsaved", "time"}
+             "weights_hash", "probe_gap", "retired", "unsaved", "time", "shareable_prompt_tokens", "occupancy"}
 SWEEP = {"kind", "sweep", "tasks", "trunk_success", "trunk_turns_mean", "seconds"}
 SWEEP_TOO = {"unsaved", "time", "retired", "trunk_ends", "failed", "failed_first", "generated_tokens", "weight_version"}
 EVAL = {"kind", "sweep", "tokens", "tasks", "success", "success_greedy", "turns_mean", "tool_calls_mean", "malformed_calls", "ends"}
 EVAL_TOO = {"success_low", "success_high", "samples", "return_mean", "executed_calls", "failed_calls", "truncation_rate", "tokens_per_success",
             "unsaved", "time", "retired", "weight_version", "failed", "failed_first", "seconds"}
-SECONDS = {"generate", "credit", "learn", "broadcast", "other", "total"}
+SECONDS = {"generate", "credit", "overlapped", "learn", "broadcast", "other", "total"}
 
 
 def test_two_sweeps_of_rtpo(two_sweeps, tiny_model):
@@ -63,6 +64,16 @@ def test_two_sweeps_of_rtpo(two_sweeps, tiny_model):
     assert len(set(hashes)) == len(hashes) == version
     assert all(event["siblings"] == 32 * 4 for event in stages if event["turn"] == 0)  # every trunk has a first boundary
 
+    # Evaluations beside the trunks of the next sweep, and a timeline of both sweeps.
+    assert [event["kind"] for event in events].index("eval") < [event["kind"] for event in events].index("stage")
+    for sweep in (0, 1):
+        trace = json.loads((folder / "timeline" / f"sweep-{sweep:06d}.json").read_text())["traceEvents"]
+        tracks = {event["pid"]: event["args"]["name"] for event in trace if event["name"] == "process_name"}
+        seen = {(tracks[event["pid"]], event["name"]) for event in trace if event["ph"] in "Xb"}
+        assert {("rtpo-coordinator", "trunks"), ("rtpo-coordinator", "turn 0: samples"), ("rtpo-learner-0", "update"),
+                ("rtpo-generator-0", "sampling"), ("rtpo-generator-1", "sampling"), ("rtpo-generator-0", "sibling")} <= seen
+        assert (("rtpo-coordinator", "evaluation") in seen) == (sweep == 0)
+
     before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (start, folder / "final"))
     assert before.keys() == after.keys()
     unchanged = [name for name in before if torch.equal(before[name], after[name])]
@@ -83,7 +94,7 @@ def first_sweep(pool, config, blocks):
     collection = Collection(pool=pool, version=0, retries=0, deadline=time.time() + config.sampling.stage_timeout)
     trunks = collect_episodes(batch, "trunks", asks[0], collection, blocks)
     rollouts = [rollout for ref in trunks.to_arrow_refs() for rollout in table_to_rollouts(ray.get(ref))]
-    rows = [row for ref in stage_samples(trunks, last, EVERY_SIBLING, asks[1], collection) for row in ray.get(ref).to_pylist()]
+    rows = [row for ref in stage_samples(trunks, last, EVERY_SIBLING, asks[1], collection) for row in unpack(ray.get(ref)).to_pylist()]
     return ([(task.task_id, task.seed) for task in batch],
             {rollout.rollout_id: [(turn.seed, turn.response_ids) for turn in rollout.turns] for rollout in rollouts},
             {row["rollout_id"]: (row["group_id"], tuple(row["response_ids"])) for row in rows})
