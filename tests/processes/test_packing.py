@@ -3,6 +3,7 @@ models that cannot be packed say so and are padded."""
 
 import functools
 import logging
+import shutil
 
 import numpy as np
 import pytest
@@ -49,7 +50,8 @@ def gradient_of(model):
 
 @pytest.mark.parametrize(("world", "model", "config"), [
     (1, "qwen3", {}), (1, "llama", {}), (2, "llama", {"recompute": True}), (2, "qwen3", {"micro_batch_tokens": 150}),
-    (1, "qwen3", {"share_prefixes": False})], ids=str)
+    (1, "qwen3", {"share_prefixes": False}), pytest.param(2, "qwen3", {"compile": True}, marks=pytest.mark.skipif(
+        shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"))], ids=str)
 def test_the_gradient_is_that_of_one_sequence_at_a_time(world, model, config):
     samples, path = forest(), llama() if model == "llama" else tiny_model()
     shares = [samples[:9], samples[9:]] if world == 2 else [samples]
