@@ -1,6 +1,6 @@
 """What packing and sharing prefixes save the learner: forward and backward of the same samples, packed against padded rows, alternating.
 
-    python tests/bench/learner.py                 # about four minutes on a core; writes results/learner.json
+    python tests/bench/learner.py                 # about two minutes on a core; writes results/learner.json
     python tests/bench/learner.py --small         # a smaller model and fewer repetitions, to try the script
 
 `siblings`: groups of 8 responses of 64 random tokens to contexts of 1,024. `quickstart`: groups of 8 scripted actions at the turns of the lookup
@@ -133,7 +133,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a smaller model, shorter contexts, three repetitions; writes nothing")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="print the operations of one pass each way")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -145,9 +145,9 @@ def main() -> int:
     quick = modeling.Policy(tiny.build_model(config, tokenizer).eval(), torch.float32)
     shape = {**SCALED, "hidden_size": 64, "num_hidden_layers": 2} if options.small else SCALED
     scaled = modeling.Policy(Qwen3ForCausalLM(Qwen3Config(**shape)).eval(), torch.float32)
-    groups, tasks = (1, 8) if options.small else (2, 64)
+    tasks = 8 if options.small else 32
     scenes: dict[str, tuple[modeling.Policy, list[Sample], int]] = {
-        "siblings": (scaled, sibling_samples(groups, 128 if options.small else 1024, 64), 8704),
+        "siblings": (scaled, sibling_samples(1, 128 if options.small else 1024, 64), 8704),
         "quickstart": (quick, lookup_samples(template, config, tasks, chains=False), 8192),
         "chains": (quick, lookup_samples(template, config, tasks, chains=True), 8192)}
     figures: dict[str, Any] = {name: compare(name, *scene, repetitions) for name, scene in scenes.items()}
