@@ -34,7 +34,7 @@ FREE = ("run.name", "run.root", "run.resume", "run.experiment", "run.sweeps", "r
         "generators.min", "generators.max", "generators.release", "generators.lost_after",
         "generators.cpus", "generators.gpus", "generators.resource", "generators.threads", "generators.max_num_seqs", "generators.kv_cache_mb",
         "generators.gpu_memory_utilization", "learner.ranks", "learner.cpus", "learner.gpus", "learner.resource",
-        "learner.threads", "learner.micro_batch_tokens", "learner.share_prefixes", "learner.recompute", "learner.max_refused",
+        "learner.threads", "learner.micro_batch_tokens", "learner.share_prefixes", "learner.recompute", "learner.compile", "learner.max_refused",
         "learner.timeout", "weights.", "warm_start.cache")
 
 
@@ -179,6 +179,7 @@ class LearnerConfig:
     micro_batch_tokens: int = opt(8192, "tokens of one forward and backward pass; what samples begin with in common counts once", least=1)
     share_prefixes: bool = opt(True, "compute what the samples of a micro-batch begin with in common once")
     recompute: bool = opt(False, "keep only the layers' inputs for the backward pass and compute the rest again: less memory, more time")
+    compile: bool = opt(False, "torch.compile the layers: less time a step after a slower first one; needs a C++ compiler, on GPUs Triton")
     lora_rank: int = opt(0, "rank of the LoRA adapters that are trained beside frozen weights; 0: all weights are trained", least=0)
     lora_alpha: float = opt(32.0, "adapters are scaled by lora_alpha / lora_rank", above=0)
     lora_targets: str = opt("all-linear", "linear layers with adapters: all-linear (all but the head), or names such as q_proj,v_proj")

@@ -21,6 +21,7 @@ FOREST = "forest"
 log = logging.getLogger(__name__)
 
 
+@torch.compiler.disable
 def forest_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float | None = None,
     layout: Layout | None = None, **options: Any

@@ -86,7 +86,7 @@ class Learner:
         self._adapters = policy is None and config.lora_rank > 0
         if policy is None:
             policy = self._load(model_path, value_head=objective.critic is not None, adapters=config if self._adapters else None, seed=seed)
-        self.policy = modeling.shard(policy, self.device, config.recompute)
+        self.policy = modeling.shard(policy, self.device, config.recompute, config.compile)
         self._reference: modeling.Policy | None = None  # with adapters it is what they lie beside
         if objective.kl_coef and not self._adapters:
             self._reference = modeling.shard(self._load(model_path).requires_grad_(False), self.device)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from rtpo_ray.config import LearnerConfig
 from rtpo_ray.policy import lora
 from rtpo_ray.policy.modeling import LOGITS_BYTES, layers_of
+
+if TYPE_CHECKING:
+    from rtpo_ray.config import LearnerConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -112,10 +112,11 @@ def layers_of(lm: Any) -> list[Any]:
     return [module for module in lm.modules() if type(module).__name__ in names]
 
 
-def shard(policy: Policy, device: torch.device, recompute: bool = False) -> Policy:
+def shard(policy: Policy, device: torch.device, recompute: bool = False, compiled: bool = False) -> Policy:
     """Apply FSDP2 over the default process group, in place: one unit a transformer layer, one for the rest.
 
-    `recompute`: keep only the input of every layer for the backward pass, and compute the rest again there.
+    `recompute`: keep only the input of every layer for the backward pass, and compute the rest again there. `compiled`: let torch.compile
+    fuse what a layer does token by token, once for any number of tokens; the attention over a forest stays as it is.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     if policy.compute_dtype == torch.float32:
@@ -123,6 +124,8 @@ def shard(policy: Policy, device: torch.device, recompute: bool = False) -> Poli
     else:
         precision = MixedPrecisionPolicy(param_dtype=policy.compute_dtype, reduce_dtype=torch.float32)
     for layer in layers_of(policy.lm):
+        if compiled:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
         if recompute:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
         fully_shard(layer, mesh=mesh, mp_policy=precision)

@@ -4,7 +4,8 @@ transformers and peft only.
 1. A bf16 update on the GPU has the loss and gradient of the fp32 one on the CPU, and the fp32 one on the GPU as well.
 2. The weight channel sends a model over NCCL, and its hash is that of the same bytes on the CPU.
 3. LoRA's merged weights have the log-probabilities of the adapters after a step, and the base weights have not moved.
-4. Tokens per second and MFU of an update at the shape of Qwen3-0.6B.
+4. Packed micro-batches have the gradient of padded ones, in fp32 and bf16, and how much faster they are.
+5. Tokens per second and MFU of an update at the shape of Qwen3-0.6B, and its peak memory against what a dry run says.
 
 Every function takes the device, so that `--device cpu --tiny` runs the same code where there is no GPU.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -26,11 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.network import open_store  # noqa: E402
-from rtpo_ray.policy import lora, modeling  # noqa: E402
+from rtpo_ray.policy import lora, memory, modeling  # noqa: E402
+from rtpo_ray.policy.batching import plan  # noqa: E402
 from rtpo_ray.policy.learner import Learner, init_distributed  # noqa: E402
 from rtpo_ray.types import Sample, UpdateResult, context_hash  # noqa: E402
 from rtpo_ray.weights.channel import WeightChannel  # noqa: E402
@@ -51,7 +55,7 @@ def learner_config(**changes: Any) -> Any:
     """The fields of rtpo_ray.config.LearnerConfig that the learner reads, without the library that reads YAML."""
     defaults: dict[str, Any] = dict(
         micro_batch_tokens=8192, lr=1e-6, warmup_steps=0, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8, max_grad_norm=1.0,
-        max_refused=3, share_prefixes=True, recompute=False, lora_rank=0, lora_alpha=32.0, lora_targets="all-linear")
+        max_refused=3, share_prefixes=True, recompute=False, compile=False, lora_rank=0, lora_alpha=32.0, lora_targets="all-linear")
     return SimpleNamespace(**{**defaults, **changes})
 
 
@@ -173,6 +177,68 @@ def check_lora(folder: Path, device: str, shape: dict[str, Any] = SMALL) -> None
         assert gap < largest_gap < moved, f"{dtype}: gap {gap}, expected less than {largest_gap}, and the step to move more ({moved})"
 
 
+def sibling_samples(groups: int, context: int, response: int, vocabulary: int) -> list[Sample]:
+    """8 responses to every context, all random."""
+    rng, samples = random.Random(0), []
+    for group in range(groups):
+        ids = [rng.randrange(vocabulary) for _ in range(context)]
+        for j in range(8):
+            answer = [rng.randrange(vocabulary) for _ in range(response)]
+            samples.append(Sample(sample_id=f"{group}/{j}", context_ids=ids, context_hash=context_hash(ids), response_ids=answer, group_id=str(group),
+                                  engine_logprobs=[-6.0] * response, advantage=rng.uniform(-1, 1), weight=0.125))
+    return samples
+
+
+def one_pass(policy: modeling.Policy, samples: list[Sample], budget: int, packed: bool, device: str) -> int:
+    """Forward and backward pass of -sum A log pi; positions that were computed. Adds to the gradient."""
+    positions = 0
+    for make in plan(samples, budget, packed=packed):
+        batch = make().to(torch.device(device))
+        logprobs, _ = policy(batch.input_ids, batch.rows, batch.columns, batch.labels, 1.0, layout=batch.layout)
+        (-(batch.advantages * batch.weights * logprobs[batch.scored]).sum()).backward()
+        positions += batch.input_ids.numel()
+    return positions
+
+
+def check_packing(folder: Path, device: str, shape: dict[str, Any] = SMALL, groups: int = 4, context: int = 1024, response: int = 64) -> None:
+    """Gradients of packed siblings against padded ones, and medians of alternating passes of both."""
+    path = make_model(folder, shape, "cpu")
+    samples = sibling_samples(groups, context, response, shape["vocab_size"]) + make_samples(8, context, response, shape["vocab_size"], ragged=True)
+    for dtype, least in (("float32", 0.9999), ("bfloat16", 0.99)):
+        with one_rank(device):
+            policy = make_learner(path, learner_config(), dtype, device).policy
+            assert policy.packs, "a Qwen3 is packed"
+            gradients, seconds = {}, {True: list[float](), False: list[float]()}
+            for packed in (True, False):
+                policy.zero_grad()
+                positions = one_pass(policy, samples, 8 * (context + response), packed, device)
+                found = [value.grad for value in policy.parameters() if isinstance(value.grad, DTensor)]
+                gradients[packed] = torch.cat([value.full_tensor().flatten().double() for value in found])
+                print(f"{'packed' if packed else 'padded'}: {positions:,} positions")
+            for _ in range(5):
+                for packed in (True, False):
+                    _synchronize(device)
+                    start = time.perf_counter()
+                    one_pass(policy, samples, 8 * (context + response), packed, device)
+                    _synchronize(device)
+                    seconds[packed].append(time.perf_counter() - start)
+        cosine = float(torch.nn.functional.cosine_similarity(gradients[True], gradients[False], dim=0))
+        error = float((gradients[True] - gradients[False]).norm() / gradients[False].norm())
+        ratio = statistics.median(slow / fast for slow, fast in zip(seconds[False], seconds[True], strict=True))
+        padded_ms, packed_ms = (statistics.median(seconds[packed]) * 1e3 for packed in (False, True))
+        print(f"packing {dtype} on {device}: cosine {cosine:.6f}, relative error {error:.1e}; padded {padded_ms:.0f} ms, packed {packed_ms:.0f} ms, "
+              f"{ratio:.2f} times faster")
+        assert cosine > least, f"{dtype}: cosine of packed and padded gradients is {cosine}, expected more than {least}"
+
+
+def expected_memory(path: str, dtype: str, tokens: int, scored: int) -> float:
+    """Bytes, by the model that a dry run uses."""
+    config = learner_config()
+    lm = memory.blueprint(AutoConfig.from_pretrained(path), config, dtype)
+    return sum(memory.rank_memory(memory.size_of(lm), memory.activations_of(lm, tokens), ranks=1, dtype=dtype, scored=scored, recompute=False,
+                                  reference=False).values())
+
+
 def measure_training(
     folder: Path, device: str, shape: dict[str, Any] = QWEN3_06B, samples: int = 32, response: int = 768, steps: int = 5
 ) -> float:
@@ -184,18 +250,21 @@ def measure_training(
         parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
         tokens = learner.update(batch, n_groups=samples // 4, n_rollouts=samples, seed=0).learner_tokens
         _synchronize(device)
+        if device.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         for seed in range(steps):
             result = learner.update(batch, n_groups=samples // 4, n_rollouts=samples, seed=seed)
             assert result.optimizer_steps == 1, f"update {seed} was refused: {result.refused}"
         _synchronize(device)
         rate = tokens * steps / (time.perf_counter() - start)
-        memory = torch.cuda.max_memory_allocated() / 2**30 if device.startswith("cuda") else 0.0
+        peak_bytes = torch.cuda.max_memory_allocated() if device.startswith("cuda") else 0
+    most = min(learner_config().micro_batch_tokens, tokens)
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
     peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
     mfu = f"{6 * parameters * rate / peak:.1%}" if peak else "unknown (no peak on record for this device)"
     print(f"training on {name}: {parameters / 1e6:.0f} M parameters, {tokens} tokens an update, {rate:,.0f} tokens/s, MFU {mfu}, "
-          f"peak memory {memory:.1f} GiB")
+          f"peak memory {peak_bytes / 2**30:.1f} GiB, as computed {expected_memory(path, 'bfloat16', most, most * 3 // 4) / 2**30:.1f} GiB")
     return rate
 
 
@@ -217,6 +286,7 @@ def main() -> int:
         check_gradients(Path(folder), options.device)
         check_channel(Path(folder), options.device)
         check_lora(Path(folder), options.device)
+        check_packing(Path(folder), options.device, groups=1 if options.tiny else 4, context=96 if options.tiny else 1024)
         measure_training(Path(folder), options.device, **size)
     print("all GPU checks passed")
     return 0

@@ -29,5 +29,9 @@ def test_lora_merges(script, tmp_path):
     script.check_lora(tmp_path, "cuda")
 
 
+def test_packed_gradients(script, tmp_path):
+    script.check_packing(tmp_path, "cuda")
+
+
 def test_training_speed(script, tmp_path):
     assert script.measure_training(tmp_path, "cuda") > 1000

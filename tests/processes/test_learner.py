@@ -188,6 +188,31 @@ def test_gradient_clipping_warm_up_and_bf16():
     assert result.grad_norm == pytest.approx(norm, rel=0.05)
 
 
+def two_steps(rank, world, model, samples):
+    learner = build(model, learner_config(lr=1e-2, eps=1e-8, weight_decay=0.1, micro_batch_tokens=1000))
+    for seed in range(2):
+        learner.update(samples[rank::world], N_GROUPS, N_ROLLOUTS, seed=seed)
+    moments = {name: [state[each].full_tensor().numpy() for each in ("exp_avg", "exp_avg_sq")] for name, state in
+               ((name.removeprefix("lm."), learner._optimizer.state[parameter]) for name, parameter in learner.policy.named_parameters())}
+    return parameters(learner), moments
+
+
+def test_the_fused_optimizer_is_adamw():
+    """Two steps on two ranks against PyTorch's plain implementation on one."""
+    samples = make_samples()
+    found, moments = run_ranks(2, two_steps, tiny_model(), samples)[1]
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32).eval()
+    plain = torch.optim.AdamW(lm.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+    for _ in range(2):
+        plain.zero_grad()
+        torch.stack([-s.weight * s.advantage / N_GROUPS * expected_logprobs(s, lm).sum() / len(s.response_ids) for s in samples]).sum().backward()
+        plain.step()
+    same(found, {name: value.detach().double().numpy() for name, value in lm.named_parameters()}, atol=2e-4)  # tiny gradients divide themselves
+    for name, parameter in lm.named_parameters():
+        for value, each in zip(moments[name], ("exp_avg", "exp_avg_sq"), strict=True):
+            np.testing.assert_allclose(value, plain.state[parameter][each].numpy(), rtol=0, atol=1e-5, err_msg=name)
+
+
 def test_minibatches_and_epochs_agree_between_one_and_three_ranks():
     """Off-policy steps: the ratio is against the policy before the first step, and every sample is used once an epoch."""
     samples = make_samples()

@@ -120,6 +120,22 @@ def test_a_chunk_of_logits_is_all_that_lives(monkeypatch):
     assert sizes == [50]
 
 
+def traced(rank, world, model, samples):
+    compile_ = torch.compile
+    torch.compile = functools.partial(compile_, backend="aot_eager")
+    try:
+        return one_update(rank, world, model, [samples], 1000, None, {"compile": True})
+    finally:
+        torch.compile = compile_
+
+
+def test_compiled_layers_have_the_same_gradient():
+    """Traced and differentiated as for a compiler; what makes machine code of it would take too long here."""
+    model = tiny_model(layers=1)
+    (_, delta), = run_ranks(1, traced, model, forest(), deadline=120.0)
+    same(delta, expected_gradient(forest(), model), atol=3e-5)
+
+
 # --- models that cannot
 
 

@@ -108,7 +108,7 @@ def learner_config(**changes: Any) -> Any:
     """A learner section. eps and lr are so large that AdamW's first step subtracts the gradient itself (and no weight decay)."""
     defaults: dict[str, Any] = dict(
         micro_batch_tokens=64, lr=1e6, warmup_steps=0, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e6, max_grad_norm=1e9, max_refused=3,
-        share_prefixes=True, recompute=False, lora_rank=0, lora_alpha=32.0, lora_targets="all-linear")
+        share_prefixes=True, recompute=False, compile=False, lora_rank=0, lora_alpha=32.0, lora_targets="all-linear")
     return SimpleNamespace(**{**defaults, **changes})
 
 
