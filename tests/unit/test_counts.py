@@ -39,10 +39,13 @@ def test_versions_are_those_that_sampled():
 
 
 def test_turns_rewards_and_cached_tokens_of_a_continuation_count():
-    turns = (turn_record(0, (1, 2, 3), (4,), cached_prompt_tokens=2), turn_record(1, (1,) * 9, (4,) * 5, 1.0, cached_prompt_tokens=8))
+    turns = (turn_record(0, (1, 2, 3), (4,), cached_prompt_tokens=2, shareable_prompt_tokens=2),
+             turn_record(1, (1,) * 9, (4,) * 5, 1.0, cached_prompt_tokens=6, shareable_prompt_tokens=8))
     one = Rollout(rollout_id="a", task_id="t", turns=turns, parent="t/0")
     counts = count_stage(credited(group(one, sibling("b", 0.0))))
-    assert (counts.generated_tokens, counts.prompt_tokens, counts.cached_prompt_tokens) == (6 + 2, 12 + 3, 10)
+    assert (counts.generated_tokens, counts.prompt_tokens, counts.cached_prompt_tokens, counts.shareable_prompt_tokens) == (6 + 2, 12 + 3, 8, 10)
+    whole = count_episodes(rollouts_to_table([one]))
+    assert (whole.prompt_tokens, whole.cached_prompt_tokens, whole.shareable_prompt_tokens) == (12, 8, 10)
     counts = count_stage(credited(group(replace(one, parent=""), sibling("b", 0.0))))  # a trunk: its tokens were counted where it was made
     assert (counts.siblings, counts.generated_tokens, counts.prompt_tokens, counts.cached_prompt_tokens) == (2, 2, 3, 0)
 

@@ -14,7 +14,8 @@ from rtpo_ray.environments.lookup import Lookup
 from rtpo_ray.episodes.contexts import SUMMARY_REQUEST
 from rtpo_ray.episodes.episode import Episode
 from rtpo_ray.errors import ContextMismatch
-from rtpo_ray.types import derive_seed
+from rtpo_ray.timeline import Timeline
+from rtpo_ray.types import Task, derive_seed
 
 EOS = chat("chatml").tokenizer.eos_token_id
 
@@ -59,6 +60,20 @@ def test_every_sampled_token_is_trained_once_and_nothing_else():
 def test_boundaries_are_kept_for_every_turn_when_asked():
     rollout = run(episode(), parrot_engine(), keep_boundaries=True)
     assert [(b.turn, b.context_hash, b.state_hash) for b in rollout.boundaries] == [(t.turn, t.context_hash, t.state_hash) for t in rollout.turns]
+
+
+def test_only_what_the_environment_takes_its_time_over_is_on_the_timeline():
+    class Dawdling(Slow):
+        seconds = 0.005
+
+    for world, names in ((Parrot, set()), (Dawdling, {"Dawdling.step"})):
+        timeline = Timeline("g")
+        made = Episode(world, chat("chatml"), settings(), timeline)
+        made.reset(Task(task_id="t", seed=1))
+        run(made, parrot_engine())
+        spans = [span for span in timeline.take() if span.end - span.start >= 0.005 or not names]
+        assert {span.name for span in spans} == names
+        assert [(span.lane, span.flight) for span in spans] == [("environment", True)] * 3 * len(names)
 
 
 def test_seeds_differ_by_sibling_and_turn_and_are_the_same_in_a_rerun():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from dataclasses import asdict, replace
 
 import pyarrow as pa
@@ -13,9 +14,12 @@ from actors.generator import Generator
 from actors.spawn import chat_template, episode_settings
 from pipelines.branching import requests
 from pipelines.collect import Ask
-from pipelines.rows import GROUPS, REQUESTS, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table
+from pipelines.counts import count_episodes
+from pipelines.credit import credit_groups
+from pipelines.rows import GROUPS, REQUESTS, groups_to_table, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table
 from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Stage
+from rtpo_ray.algorithms.budget import is_extended
 from rtpo_ray.config import Config, EnvironmentConfig, ModelConfig
 from rtpo_ray.engines.scripted import ScriptedEngine
 from rtpo_ray.environments.base import Observation
@@ -30,10 +34,10 @@ def generator():
     """Makes generators, and ends their threads."""
     made = []
 
-    def make(engine=None, world=Parrot, overlong="error", concurrency=100, **changes):
+    def make(engine=None, world=Parrot, overlong="error", concurrency=100, slots=0, **changes):
         engine = engine or parrot_engine()
         made.append(Generator(name="g", make_engine=lambda: engine, make_environment=world, template=chat("chatml"), settings=settings(**changes),
-                              overlong=overlong, concurrency=concurrency))
+                              overlong=overlong, concurrency=concurrency, slots=slots))
         return made[-1]
 
     yield make
@@ -218,3 +222,154 @@ def test_the_chat_template_is_used_as_configured_and_stops_where_the_generation_
     assert [one for one in found if one != "<|eot_id|>"] == stops  # that one is llama3's own
     assert (made.calls.name, made.opening("", [{"function": {"name": "f"}}], Observation("q"))[1]) == ("llama3", [])
     assert (episode_settings(config).thoughts, episode_settings(config).context) == ("strip", "window")
+
+
+def request(one, turn, count=2, **changes):
+    """A REQUESTS row: `count` siblings of that trunk's boundary."""
+    return {"group_id": f"{one.rollout_id}/{turn}", "task_id": one.task_id, "parent": one.rollout_id, "boundary": asdict(one.boundaries[turn]),
+            "count": count, **changes}
+
+
+def wanted(*rows):
+    return pa.Table.from_pylist(list(rows), schema=REQUESTS)
+
+
+class Held(ScriptedEngine):
+    """Keeps requests whose seed is in `held` until `free`; at most `slots` at once are let in by the generator."""
+
+    def __init__(self, held=(), **options):
+        super().__init__(parrot_engine()._reply, **options)
+        self.held, self.free, self.ended = set(held), asyncio.Event(), 0
+
+    async def generate(self, context_ids, sampling):
+        if sampling.seed in self.held:
+            try:
+                await self.free.wait()
+            finally:
+                self.ended += 1
+        return await super().generate(context_ids, sampling)
+
+
+def seed_of(rollout_id, turn):
+    return derive_seed(derive_seed(3, rollout_id), turn)
+
+
+@pytest.mark.parametrize(("chunk", "sizes"), [(0, [5]), (2, [2, 2, 1]), (1, [1] * 5), (9, [5])])
+def test_groups_are_handed_on_in_chunks_in_the_order_of_the_requests(generator, chunk, sizes):
+    trunks = episodes(generator(), keep_boundaries=True)
+    rows = wanted(*(request(one, 1, expected_tokens=i) for i, one in enumerate(trunks)))
+    tables = chunks(generator(), rows, chunk=chunk)
+    assert [len(table) for table in tables] == sizes
+    assert [row for table in tables for row in table["group_id"].to_pylist()] == [f"t{i}/0/1" for i in range(5)]
+    assert pa.concat_tables(tables).equals(pa.concat_tables(chunks(generator(), rows)))
+
+
+def test_a_chunk_waits_for_its_own_groups_and_for_those_before_it_alone(generator):
+    """While the second of four groups is held, the first is handed on and the others are played to their end."""
+    trunks = episodes(generator(), keep_boundaries=True)[:4]
+    engine = Held({seed_of("t1/0/2/0", 2)})
+    made = generator(engine)
+
+    async def take():
+        found, stream = [], made.siblings(wanted(*(request(one, 2, 1) for one in trunks)), ask(chunk=1))
+        found.append((await anext(stream))["group_id"].to_pylist())
+        while len(engine.requests) < 3:
+            await asyncio.sleep(0.001)
+        assert {sampling.seed for _, sampling in engine.requests} == {seed_of(f"t{i}/0/2/0", 2) for i in (0, 2, 3)}
+        made._loop.call_soon_threadsafe(engine.free.set)
+        return found + [table["group_id"].to_pylist() async for table in stream]
+
+    assert asyncio.run(take()) == [["t0/0/2"], ["t1/0/2"], ["t2/0/2"], ["t3/0/2"]]
+
+
+def test_whoever_takes_no_more_ends_the_rollouts_that_are_left(generator):
+    trunks = episodes(generator(), keep_boundaries=True)[:2]
+    engine = Held({seed_of("t1/0/2/0", 2)})
+    made = generator(engine)
+
+    async def take():
+        stream = made.siblings(wanted(*(request(one, 2, 1) for one in trunks)), ask(chunk=1))
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(asyncio.wait_for(take(), 10))
+    asyncio.run(made.alive())  # one turn of its loop
+    assert (engine.ended, engine._open, asyncio.run(made.take_occupancy())["slots"]) == (1, 0, 100)
+
+
+def test_pilots_that_differ_are_followed_by_more_and_those_that_agree_with_the_chance_that_was_asked_for(generator):
+    trunks = episodes(generator(), keep_boundaries=True)
+    wrong = {seed_of("t0/0/2/1", 2), seed_of("t3/0/2/3", 2)}  # a pilot of the first group, and one of the fourth that comes after its pilots
+    explore = 0.5
+    rows = wanted(*(request(one, 2, 2, more=3, explore=explore) for one in trunks[:4]), request(trunks[4], 2, 2, more=0, explore=explore))
+    groups = table_to_groups(grown(generator(parrot_engine(wrong=wrong.__contains__)), rows))
+    followed = [is_extended([1.0, 1.0], explore, derive_seed(3, f"t{i}/0/2", "more")) for i in range(4)]
+    assert set(followed[1:]) == {True, False}  # or the seed of this test shows nothing
+    sizes = [5, *(5 if more else 2 for more in followed[1:]), 2]
+    assert [(len(one.siblings), one.pilots, one.chance) for one in groups] == [
+        (size, pilots, chance) for size, pilots, chance in zip(sizes, [2, 2, 2, 2, 0], [1.0, 0.5, 0.5, 0.5, 1.0], strict=True)]
+    fixed = table_to_groups(grown(generator(parrot_engine(wrong=wrong.__contains__)), wanted(*(request(one, 2, 5) for one in trunks))))
+    for one, other in zip(groups, fixed, strict=True):  # a sibling is the same rollout whether it was a pilot or not
+        assert one.siblings == other.siblings[:len(one.siblings)]
+
+
+def test_a_group_whose_pilots_agree_is_never_followed_without_a_chance_and_one_with_a_failed_pilot_never(generator):
+    trunks = episodes(generator(), keep_boundaries=True)[:2]
+    engine = parrot_engine(failures={2: EngineError("lost")})
+    agree, failing = table_to_groups(grown(generator(engine), wanted(*(request(one, 2, 2, more=3, explore=0.0) for one in trunks))))
+    assert (len(agree.siblings), agree.pilots, agree.chance) == (2, 2, 0.0)
+    assert sorted(one.end for one in failing.siblings) == ["failed", "terminated"] and failing.pilots == 2
+
+
+def test_the_longest_are_begun_first_and_who_has_begun_goes_on_first(generator):
+    trunks = episodes(generator(), keep_boundaries=True)[:3]
+    engine = parrot_engine()
+    rows = wanted(*(request(one, 1, 2, expected_tokens=tokens) for one, tokens in zip(trunks, (5, 90, 30), strict=True)))
+    groups = table_to_groups(grown(generator(engine, slots=1), rows))
+    order = [f"{one}/1/{index}" for one in ("t1/0", "t2/0", "t0/0") for index in range(2)]
+    assert [sampling.seed for _, sampling in engine.requests] == [seed_of(rollout, turn) for rollout in order for turn in (1, 2)]
+    assert [one.group_id for one in groups] == ["t0/0/1", "t1/0/1", "t2/0/1"]
+    assert {sibling.generator for one in groups for sibling in one.siblings} == {"g"}
+
+
+def test_slots_bound_the_engine_and_not_the_episodes(generator):
+    engine = Watched(parrot_engine()._reply)
+    made = generator(engine, slots=2)
+    assert len(episodes(made)) == 5 and engine.most == 2
+    asyncio.run(made.take_occupancy())
+    assert asyncio.run(made.take_occupancy()) == {"slots": 2, "slot_seconds": 0.0, "open_seconds": 0.0, "demand_seconds": 0.0}
+
+
+def test_at_the_cutoff_rollouts_under_way_keep_their_turns_and_others_are_not_begun(generator):
+    trunks = episodes(generator(), keep_boundaries=True)
+    engine = Held({seed_of("t0/0/0/0", 1), seed_of("t2/0/0/0", 0)})
+    made = generator(engine, concurrency=2)
+    rows = wanted(*(request(one, 0, 1) for one in trunks))
+    groups = table_to_groups(grown(made, rows, cutoff=time.time() + 1.5))
+    found = {one.group_id: (one.siblings[0].end, len(one.siblings[0].turns)) for one in groups}
+    assert found == {"t0/0/0": ("capped", 1), "t1/0/0": ("terminated", 3), "t2/0/0": ("capped", 0), "t3/0/0": ("capped", 0), "t4/0/0": ("capped", 0)}
+    assert (engine.ended, engine._open) == (2, 0)  # their requests are gone
+    (filtered,), (turn,) = credit_groups(groups_to_table(groups[:1]), algorithm=algorithms.make("rtpo", {})).to_pylist(), groups[0].siblings[0].turns
+    assert (filtered["outcome"], filtered["reason"], filtered["generated_tokens"]) == ("filtered", "capped", len(turn.response_ids))
+
+
+def test_a_capped_trunk_keeps_the_boundaries_of_its_turns(generator):
+    engine = Held({seed_of("t0/0", 2)})
+    trunk, other = episodes(generator(engine), tasks=TASKS[:2], keep_boundaries=True, cutoff=time.time() + 1.5)
+    assert (trunk.end, [one.turn for one in trunk.turns], [one.turn for one in trunk.boundaries]) == ("capped", [0, 1], [0, 1])
+    assert (other.end, len(other.boundaries)) == ("terminated", 3)
+    assert count_episodes(rollouts_to_table([trunk, other])).ends == {"capped": 1, "terminated": 1}
+
+
+def test_the_timeline_has_every_rollout_and_when_the_engine_was_busy(generator):
+    made = generator()
+    trunks = episodes(made, tasks=TASKS[:2], keep_boundaries=True)
+    siblings(made, trunks, turn=2, count=1)
+    spans = asyncio.run(made.take_spans())
+    rollouts = [span for span in spans if span.lane == "rollouts"]
+    assert sorted((span.name, span.details["rollout"], span.details["turns"]) for span in rollouts) == [
+        ("sibling", "t0/0/2/0", 1), ("sibling", "t1/0/2/0", 1), ("trunk", "t0/0", 3), ("trunk", "t1/0", 3)]
+    assert {(span.process, span.flight) for span in rollouts} == {("g", True)} and all(span.start <= span.end for span in spans)
+    busy = [span for span in spans if span.lane == "engine"]
+    assert busy and all(later.start >= earlier.end for earlier, later in zip(busy, busy[1:], strict=False))
+    assert asyncio.run(made.take_spans()) == []
