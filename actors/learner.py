@@ -5,7 +5,6 @@ torch is imported where it is used: whoever merely holds a handle of this actor 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from pipelines.counts import StageCounts, count_stage
 from pipelines.credit import samples_to_train
 from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.config import LearnerConfig, WeightsConfig
-from rtpo_ray.types import Sample, UpdateResult
+from rtpo_ray.types import PushTimes, Sample, UpdateResult
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -90,16 +89,15 @@ class LearnerRank:
         host, port = self.rendezvous()
         self._channel = WeightChannel(name, 0, world_size, host, port, self._device, self._weights.timeout, self._weights.bucket_mb << 20)
 
-    def send_weights(self, version: int) -> tuple[str, float]:
-        """Broadcast the whole model from rank 0: (hash of what was sent, seconds). Collective over the gang: every rank helps to gather."""
-        started = time.perf_counter()
+    def send_weights(self, version: int) -> tuple[str, PushTimes | None]:
+        """Broadcast the whole model from rank 0: (hash of what was sent, what it took). Collective over the gang: every rank helps to gather."""
         if self._rank:
             for _ in self.learner.full_parameters():
                 pass
-            return "", time.perf_counter() - started
+            return "", None
         assert self._channel is not None, "rank 0 was asked to send weights before it joined a channel"
         digest = self._channel.send(version, self.learner.parameters_manifest(), self.learner.full_parameters())
-        return digest, time.perf_counter() - started
+        return digest, self._channel.times
 
     def export(self, path: str) -> str:
         """Write the model as a Hugging Face folder. Collective."""
