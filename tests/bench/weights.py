@@ -5,8 +5,9 @@
     python tests/bench/weights.py --engine FOLDER              # besides, vLLM on that model as the receiver, float32
     python tests/bench/weights.py --models tiny --receivers 1 --repeats 5
 
-A push counts from the header to the hash that all have confirmed, and loads nothing. The bare broadcast sends memory that is there into memory
-that is there, up to two slices under way ("bare"), or one after the other ("bare_waiting"). All ranks are processes of this machine with one thread each.
+A push counts from the header to the hash that all have confirmed, and loads nothing. The bare broadcast sends memory that is there into
+memory that is there, up to two slices under way ("bare"), or one after the other ("bare_waiting"). All ranks are processes of this
+machine with one thread each.
 """
 
 from __future__ import annotations
