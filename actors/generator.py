@@ -30,7 +30,7 @@ from rtpo_ray.episodes.contexts import ChatTemplate
 from rtpo_ray.episodes.episode import Episode, EpisodeSettings
 from rtpo_ray.errors import RtpoError
 from rtpo_ray.timeline import Span, Timeline
-from rtpo_ray.types import Boundary, Completion, Group, Rollout, Sampling, Task, derive_seed, failed_rollout
+from rtpo_ray.types import Boundary, Completion, Group, PushTimes, Rollout, Sampling, Task, derive_seed, failed_rollout
 
 if TYPE_CHECKING:
     from rtpo_ray.weights.channel import WeightChannel
@@ -123,8 +123,8 @@ class Generator:
             self._channel = WeightChannel(name, rank, world_size, host, port, device, timeout, bucket_bytes)
         await self._run(_call(join))
 
-    async def receive_weights(self) -> tuple[int, str, float]:
-        """Take the weights that are being sent: (version now served, hash of what arrived, seconds)."""
+    async def receive_weights(self) -> tuple[int, str, PushTimes]:
+        """Take the weights that are being sent: (version now served, hash of what arrived, what it took)."""
         return await self._run(_call(self._receive))
 
     async def probe(self, context_ids: list[int], max_tokens: int, temperature: float, seed: int) -> Completion:
@@ -147,13 +147,12 @@ class Generator:
         except Exception as error:  # noqa: BLE001 - a user's environment may raise anything, and the cause could say a secret
             raise RtpoError(self._conceal(f"the first context of task {task.task_id}: {type(error).__name__}: {error}")) from None
 
-    def _receive(self) -> tuple[int, str, float]:
-        started = time.perf_counter()
+    def _receive(self) -> tuple[int, str, PushTimes]:
         assert self._channel is not None, f"{self._name} was asked to receive weights before it joined a channel"
         with self._timeline.span("receive weights"):
             incoming = self._channel.receive()
             self._engine.load_weights(incoming.tensors(), incoming.version)
-        return self._engine.weight_version, incoming.hash, time.perf_counter() - started
+        return self._engine.weight_version, incoming.hash, incoming.times
 
     async def _trunk(self, task: Task, trunk: int, ask: Ask, rank: Rank) -> Rollout:
         name = "trunk" if ask.keep_boundaries else "evaluation"

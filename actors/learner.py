@@ -19,7 +19,7 @@ from pipelines.rows import unpack
 from rtpo_ray.algorithms.base import Objective
 from rtpo_ray.config import LearnerConfig, WeightsConfig
 from rtpo_ray.timeline import Span, Timeline
-from rtpo_ray.types import Sample, UpdateResult
+from rtpo_ray.types import PushTimes, Sample, UpdateResult
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -109,20 +109,19 @@ class LearnerRank:
         host, port = self.rendezvous()
         self._channel = WeightChannel(name, 0, world_size, host, port, self._device, self._weights.timeout, self._weights.bucket_mb << 20)
 
-    def send_weights(self, version: int) -> tuple[str, float]:
-        """Broadcast the whole model from rank 0: (hash of what was sent, seconds). Collective over the gang: every rank helps to gather."""
+    def send_weights(self, version: int) -> tuple[str, PushTimes | None]:
+        """Broadcast the whole model from rank 0: (hash of what was sent, what it took). Collective over the gang: every rank helps to gather."""
         with self._timeline.span("weights", "learner", version=version):
             return self._send(version)
 
-    def _send(self, version: int) -> tuple[str, float]:
-        started = time.perf_counter()
+    def _send(self, version: int) -> tuple[str, PushTimes | None]:
         if self._rank:
             for _ in self.learner.full_parameters():
                 pass
-            return "", time.perf_counter() - started
+            return "", None
         assert self._channel is not None, "rank 0 was asked to send weights before it joined a channel"
         digest = self._channel.send(version, self.learner.parameters_manifest(), self.learner.full_parameters())
-        return digest, time.perf_counter() - started
+        return digest, self._channel.times
 
     def export(self, path: str) -> str:
         """Write the model as a Hugging Face folder. Collective."""

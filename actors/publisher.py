@@ -19,6 +19,7 @@ from actors.gang import LearnerGang, someone_died
 from actors.waiting import wait_for
 from rtpo_ray.config import WeightsConfig
 from rtpo_ray.errors import DeadlineExceeded, LearnerLost, WeightSyncError
+from rtpo_ray.types import PushTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class Published:
     retired: dict[str, str] = field(default_factory=dict)  # who was taken out of service, and why
     probe_gap: float  # largest |engine - learner| log-probability of the probe
     seconds: float
+    bytes: int = 0  # of all tensors, as each generator got them
+    phases: dict[str, float] = field(default_factory=dict)  # seconds of the last attempt, as in `phases_of`
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,29 @@ class Failure:
 
     def __str__(self) -> str:
         return self.reason
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What came of one broadcast."""
+
+    hash: str = ""  # of what was sent; "" when it was not
+    failed: dict[str, Failure] = field(default_factory=dict)  # by member that did not end up with it
+    times: PushTimes | None = None  # of the sender
+    received: Sequence[PushTimes] = ()
+
+
+def phases_of(attempt: Attempt, **others: float) -> dict[str, float]:
+    """Seconds of a push by phase. `others` are what the publisher itself measured: connect (a new group), push (from the order to everyone's
+    answer) and probe. Within the push the sender's gather, copy, wire, hash and confirm come one after the other; and load, receiver_wire,
+    receiver_hash and receiver_confirm, of the receiver that took longest."""
+    phases = dict(others)
+    if attempt.times is not None:
+        phases |= {name: getattr(attempt.times, name) for name in ("gather", "copy", "wire", "hash", "confirm")}
+    if attempt.received:
+        slowest = max(attempt.received, key=lambda times: times.seconds)
+        phases |= {"load": slowest.load} | {f"receiver_{name}": getattr(slowest, name) for name in ("wire", "hash", "confirm")}
+    return phases
 
 
 class AsLoaded:
@@ -93,15 +119,18 @@ class WeightPublisher:
                     raise WeightSyncError(f"no generator is left to take weight version {version}: {retired}")
                 wait_for(self._pool.fill.remote(version), self._start_timeout + 60, f"a generator that can take weight version {version}")
                 continue
-            digest, failed = self._attempt(version, members)
-            gap = 0.0
+            begun = time.perf_counter()
+            failed = self._connect(members)
+            connected = time.perf_counter()
+            attempt = Attempt(failed=failed) if failed else self._attempt(version, members)
+            failed, gap, pushed = attempt.failed, 0.0, time.perf_counter()
             if not failed:
                 gap, failed = self._probe(version, members)
             if not failed:
-                for name in members:
-                    self._ask(self._pool.serve.remote(name, version))
-                return Published(version=version, hash=digest, members=tuple(members), retired=retired, probe_gap=gap,
-                                 seconds=time.perf_counter() - started)
+                phases = phases_of(attempt, connect=connected - begun, push=pushed - connected, probe=time.perf_counter() - pushed)
+                self._serve(version, members)
+                return Published(version=version, hash=attempt.hash, members=tuple(members), retired=retired, probe_gap=gap,
+                                 seconds=time.perf_counter() - started, bytes=attempt.times.bytes if attempt.times else 0, phases=phases)
             self._connected = (0, ())
             blamed = {name: str(failure) for name, failure in failed.items() if failure.guilty}
             innocent += not blamed
@@ -119,27 +148,25 @@ class WeightPublisher:
         members = {lease.member: lease.generator for lease in self._ask(self._pool.members.remote()) if lease.member in names}
         if not members:
             return
-        _, failed = self._attempt(version, members)
+        failed = self._connect(members) or self._attempt(version, members).failed
         if not failed:
             _, failed = self._probe(version, members)
         if not failed:
-            for name in members:
-                self._ask(self._pool.serve.remote(name, version))
+            self._serve(version, members)
             return
         self._connected = (0, ())
         for name, failure in failed.items():
             self._ask(self._pool.report.remote(name, f"weight version {version}: {failure}"))
 
-    def _attempt(self, version: int, members: dict[str, Any]) -> tuple[str, dict[str, Failure]]:
-        """One broadcast: (hash that was sent, failure by member that did not end up with it)."""
-        if self._connected != (self._gang.generation, tuple(members)):
-            failed = self._connect(members)
-            if failed:
-                return "", failed
+    def _serve(self, version: int, members: dict[str, Any]) -> None:
+        self._ask([self._pool.serve.remote(name, version) for name in members])
+
+    def _attempt(self, version: int, members: dict[str, Any]) -> Attempt:
+        """One broadcast to `members`, who are connected."""
         sending = [rank.send_weights.remote(version) for rank in self._gang.ranks]
         answers, failed = self._collect({name: generator.receive_weights.remote() for name, generator in members.items()})
         try:
-            digest = ray.get(sending, timeout=2 * self._config.timeout)[0][0]
+            digest, times = ray.get(sending, timeout=2 * self._config.timeout)[0]
         except GetTimeoutError as error:  # a sender that hangs leaves every receiver without an answer: none of them is to blame
             raise LearnerLost(f"the learner did not finish sending weight version {version} within {3.5 * self._config.timeout:g} s") from error
         except RayActorError as error:
@@ -149,14 +176,16 @@ class WeightPublisher:
                 raise LearnerLost(f"a learner rank was lost while weight version {version} was sent: {error}") from error
             if not failed:
                 raise WeightSyncError(f"the learner could not send weight version {version}: {error}") from error
-            return "", failed
+            return Attempt(failed=failed)
         for name, (got, got_hash, _) in answers.items():
             if (got, got_hash) != (version, digest):
                 failed[name] = Failure(f"read back version {got} and hash {got_hash}; sent {version} and {digest}", guilty=True)
-        return digest, failed
+        return Attempt(digest, failed, times, [received for _, _, received in answers.values()])
 
     def _connect(self, members: dict[str, Any]) -> dict[str, Failure]:
-        """A new group of the sender and `members`; failure by member that did not join."""
+        """A group of the sender and `members`, the present one if it is theirs; failure by member that did not join a new one."""
+        if self._connected == (self._gang.generation, tuple(members)):
+            return {}
         self._groups += 1
         name, world_size = f"weights-{self._series}-{self._groups}", len(members) + 1
         _, failed = self._collect({member: generator.ready.remote() for member, generator in members.items()})
@@ -207,7 +236,7 @@ class WeightPublisher:
                 failed[name] = Failure(reason, guilty=not isinstance(error, WeightSyncError))
         return answers, failed
 
-    def _ask(self, ref: ray.ObjectRef) -> Any:
+    def _ask(self, ref: Any) -> Any:
         return wait_for(ref, self._patience, "the generator pool while weights are published")
 
     def _ask_sender(self, ref: ray.ObjectRef) -> Any:

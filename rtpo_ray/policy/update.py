@@ -137,7 +137,8 @@ class Update:
             members.setdefault(group[name], []).append(value)
         for sample in self._trained:
             peers = members[sample.group_id]
-            self._set_advantage(sample, q[sample.rollout_id] - sum(peers) / len(peers))
+            advantage = q[sample.rollout_id] - sum(peers) / len(peers)
+            self._set_advantage(sample, advantage if abs(advantage) > 1e-12 * max(1.0, *map(abs, peers)) else 0.0)  # 3 x 0.8 / 3 is not 0.8
 
     def _normalise(self, n_rollouts: int) -> None:
         """Divide by the standard deviation over the batch's rollouts. Their mean is 0 already: every group's is."""

@@ -7,7 +7,7 @@
     waits for every receiver's hash       <-- hash through the store --------- the last tensor was taken
 
 Both ends work while bytes are on the wire: the sender gathers and packs the next bucket and hashes the last one, a receiver hashes and
-loads one bucket while the next arrives. Tensors travel as raw bytes, so any dtype works on gloo. A changed membership means a
+loads one bucket while the next ones arrive. Tensors travel as raw bytes, so any dtype works on gloo. A changed membership means a
 new channel under a new name on the same store; a channel that failed once refuses further use. Every wait has the channel's
 timeout, and every failure is a WeightSyncError that says which channel and rank waited for what.
 """
@@ -35,8 +35,8 @@ from rtpo_ray.types import PushTimes
 from rtpo_ray.weights.hashing import TensorSpec, WeightsHash, as_bytes, spec_of, torch_dtype
 
 SENDER = 0
-IN_FLIGHT = 2  # buckets that the sender has on the wire at once
-KEPT = 4  # buckets whose memory a receiver uses again: one on the wire, one that is loaded, and parts that the engine still waits to complete
+IN_FLIGHT = 2  # buckets on the wire at once: of the sender, and of a receiver while it loads another
+KEPT = 5  # buckets whose memory a receiver uses again: two on the wire, one that is loaded, parts that the engine still waits to complete
 ALIGNED = 16  # bytes: where a tensor may begin in a bucket, so that any dtype's view of it is allowed
 
 
@@ -174,23 +174,25 @@ class Incoming:
         self._digest, self.times = found, watch.times()
 
     def _arrivals(self) -> Iterator[tuple[Bucket, Tensor]]:
-        """The buckets with their bytes; the next one is on the wire while one is loaded."""
+        """The buckets with their bytes; the next ones are on the wire while one is loaded."""
         wire = Wire(self._channel, self._watch)
-        before: tuple[Bucket, Tensor] | None = None
+        ahead: deque[tuple[Bucket, Tensor, int]] = deque()
+
+        def arrived() -> tuple[Bucket, Tensor]:
+            bucket, memory, _ = ahead.popleft()
+            wire.wait(sum(pieces for _, _, pieces in ahead))
+            return bucket, memory
+
         for bucket in buckets(self.specs, self._bucket_bytes):
-            memory = self._channel.recycled.take(bucket.nbytes)
-            pieces = [memory[piece] for piece in bucket.slices(self._bucket_bytes)]
-            if before is not None:
-                wire.wait(0)
-            for piece in pieces:
-                wire.put(piece, f"a bucket of version {self.version} up to {bucket.parts[-1][0].name}")
-            if before is not None:
-                yield before
-            before = bucket, memory
-            del memory, pieces
-        wire.wait(0)
-        if before is not None:
-            yield before
+            memory, pieces = self._channel.recycled.take(bucket.nbytes), 0
+            for pieces, piece in enumerate(bucket.slices(self._bucket_bytes), 1):  # noqa: B007 - their number
+                wire.put(memory[piece], f"a bucket of version {self.version} up to {bucket.parts[-1][0].name}")
+            ahead.append((bucket, memory, pieces))
+            del memory
+            if len(ahead) > IN_FLIGHT:
+                yield arrived()
+        while ahead:
+            yield arrived()
 
     @property
     def hash(self) -> str:

@@ -501,6 +501,22 @@ def test_a_group_that_is_no_pair_is_refused_on_every_rank():
     assert first == [f"learner rank 1: {second[0]}", f"learner rank 1: {second[1]}", 1]
 
 
+def equal_continuations(rank, world, model, samples):
+    learner = build(model, Objective(continuation_clamp=(0.8, 0.8)))
+    before = everything(learner)
+    result = learner.update(share(samples, rank, world), N_GROUPS, N_ROLLOUTS, seed=0)
+    return result.optimizer_steps, result.refused, all((value == before[name]).all() for name, value in everything(learner).items())
+
+
+def test_continuations_that_are_worth_the_same_take_no_step():
+    """Three siblings of 0.8 each, whose mean is not 0.8 to the last bit; only turn 1 is paid."""
+    samples = [replace(s, reward=float(s.turn == 1)) for s in continued()]
+    longer = {s.rollout_id for s in samples if s.turn == 1}
+    samples = [replace(s, reward=s.reward if s.rollout_id in longer else 0.8) for s in samples]
+    assert sum([0.8] * 3) / 3 != 0.8
+    assert run_ranks(1, equal_continuations, tiny_model(layers=1), samples) == [(0, "", True)]
+
+
 def test_a_checkpoint_holds_the_value_head_and_what_is_sent_or_exported_does_not():
     checkpoint, export = str(folder() / "critic"), str(folder() / "critic-export")
     saved, sent, after = run_ranks(2, save_with_critic, tiny_model(layers=1), flat(), checkpoint, export, tiny_tokenizer())[1]

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from rtpo_ray.errors import WeightSyncError
 from rtpo_ray.network import open_store
-from rtpo_ray.weights.channel import WeightChannel
+from rtpo_ray.timeline import Timeline
+from rtpo_ray.weights.channel import WeightChannel, buckets
 from rtpo_ray.weights.hashing import TensorSpec, WeightsHash, spec_of
 
 HOST = "127.0.0.1"
@@ -49,7 +50,8 @@ def transfer(rank, world, port, bucket_bytes):
         else:
             incoming = channel.receive()
             got = dict(incoming.tensors())
-            equal = list(got) == list(tensors) and all(got[n].dtype == t.dtype and torch.equal(got[n], t) for n, t in tensors.items())
+            equal = incoming.times.bytes == sum(spec.nbytes for spec in incoming.specs) and list(got) == list(tensors) and all(
+                got[n].dtype == t.dtype and torch.equal(got[n], t) for n, t in tensors.items())
             found.append((incoming.version, incoming.hash, equal))
     channel.close()
     return found
@@ -152,9 +154,18 @@ def test_absent_sender_is_named_before_the_deadline():
 
 def test_sender_alone():
     store = open_store(HOST, 5.0)
-    channel = WeightChannel("alone", 0, 1, HOST, store.port, "cpu", 5.0, 64)
+    timeline = Timeline("sender")
+    channel = WeightChannel("alone", 0, 1, HOST, store.port, "cpu", 5.0, 64, timeline)
     tensors = odd_tensors(3)
     assert channel.send(3, specs_of(tensors), tensors.items()) == hash_of(*tensors.items())
+    total = sum(spec.nbytes for spec in specs_of(tensors))
+    assert channel.times.bytes == total and channel.times.load == 0
+    assert 0 < channel.times.hash + channel.times.copy + channel.times.wire + channel.times.confirm < channel.times.seconds
+    *sent, whole = timeline.take()
+    assert whole.name == "send version 3" and {span.name for span in sent} == {"bucket"}
+    packed = list(buckets(specs_of(tensors), 64))
+    assert [span.details["bytes"] for span in sent] == [min(64, bucket.nbytes - start) for bucket in packed for start in range(0, bucket.nbytes, 64)]
+    assert all(one.end <= two.start for one, two in itertools.pairwise(sent)) and whole.start <= sent[0].start and sent[-1].end <= whole.end
     with pytest.raises(ValueError, match="rank 0 is the sender"):
         channel.receive()
     channel.close()
@@ -201,6 +212,17 @@ def test_hash_sees_exchanged_elements():
             exchanged[first], exchanged[second] = pair[1], pair[0]
             hashes |= {hash_of(("a", values)), hash_of(("a", exchanged))}
         assert len(hashes) == 12
+
+
+def test_hash_is_the_same_in_pieces_of_any_size(monkeypatch):
+    """As on a GPU, where all rows are read at once."""
+    torch.manual_seed(0)
+    tensors = [("a", torch.randn(300, 700)), ("b", torch.randn(40000).bfloat16()), ("c", torch.randn(5))]
+    hashes = set()
+    for rows in (1, 7, 16, 1000):
+        monkeypatch.setattr(WeightsHash, "_CPU_ROWS", rows)
+        hashes.add(hash_of(*tensors))
+    assert len(hashes) == 1
 
 
 def test_hash_does_not_depend_on_alignment_or_contiguity():
