@@ -35,7 +35,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = PATHS = [str(ROOT), str(ROOT / "tests/bench"), str(ROOT / "tests/unit")]
-os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": os.pathsep.join(PATHS), "HF_HUB_OFFLINE": "1"}
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": os.pathsep.join(PATHS),
+               "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 import pyarrow as pa  # noqa: E402 - the variables above are read when torch is imported
 from record import exponent, target, write  # noqa: E402
@@ -319,7 +320,7 @@ def of_rank(rank: int, world: int, path: str, each: int) -> float:
     from rtpo_ray.algorithms.base import Objective
     from rtpo_ray.policy.learner import Learner
 
-    built = Learner(path, learner_config(micro_batch_tokens=4096, lr=1e-9), objective=Objective(), dtype="float32", temperature=1.0, device="cpu")
+    built = Learner(path, learner_config(micro_batch_tokens=8192, lr=1e-9), objective=Objective(), dtype="float32", temperature=1.0, device="cpu")
     mine = [replace(sample, sample_id=f"{rank}:{sample.sample_id}") for sample in samples(each, 256)]
     built.update(mine, 4, each * world, 0)
     return cpu(lambda: built.update(mine, 4, each * world, 0))
