@@ -61,6 +61,8 @@ def test_busy_threads_share_the_cores():
     blocks = [[([once(4)], 0)], [([once(8)], 0)], [([once(8)], 0)]]
     assert run(blocks, generators=3).generate == pytest.approx(8.0)
     assert run(blocks, generators=3, cores=2).generate == pytest.approx(4 * 1.5 + 4)
+    assert run(blocks, generators=3, cores=2, crowding=1.2).generate == pytest.approx((4 * 1.5 + 4) * 1.2)
+    assert Machine(cores=3, crowding=1.5).slowdown(2) == pytest.approx(1.25) and Machine(cores=3, crowding=1.5).slowdown(1) == 1.0
 
 
 def test_a_block_goes_to_the_least_loaded_generator():
