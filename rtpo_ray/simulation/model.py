@@ -56,6 +56,7 @@ class Machine:
     ordered: bool = opt(True, "such chunks are handed on in the order of the trunks, not as they are complete")
     stage: float = opt(0.0, "seconds of a stage that are none of the others", least=0)
     block: float = opt(0.0, "seconds of the coordinator for each block of rollouts, one after the other", least=0)
+    rollout: float = opt(0.0, "seconds of the pipeline for each rollout of a stage that samples none, such as GRPO's", least=0)
     sweep: float = opt(0.0, "seconds of a sweep that are of none of its stages", least=0)
 
     def slowdown(self, threads: int) -> float:

@@ -138,12 +138,12 @@ def test_shared_prefixes_are_computed_once_a_group():
 
 def test_grpo_learns_its_trunks():
     """4 tasks x 4 chains; a sequence of a rollout holds all of its turns: 13 or 22 positions. E[equal] of 4 is 2 / 5."""
-    after, meanwhile = (simulate(Grpo(n_trunks=4), WORK, replace(FREE_OF_CHARGE, slots=64, learner_token=0.01), Shape(generators=1, ranks=1,
-                                 overlap=overlap)) for overlap in (False, True))
+    machine = replace(FREE_OF_CHARGE, slots=64, learner_token=0.01, rollout=0.5)
+    after, meanwhile = (simulate(Grpo(n_trunks=4), WORK, machine, Shape(generators=1, ranks=1, overlap=overlap)) for overlap in (False, True))
     assert [part.turn for part in after.parts] == [-1, None] and [part.turn for part in meanwhile.parts] == [None]
     assert after.sum("learner_tokens") == meanwhile.sum("learner_tokens") == pytest.approx(1.5 * 0.6 * (8 * 13 + 8 * 22))
     assert after.sum("generated_tokens") == meanwhile.sum("generated_tokens") == 8 * 3 + 8 * 7
-    assert after.siblings == meanwhile.siblings == 16
+    assert after.siblings == meanwhile.siblings == 16 and after.sum("other") == pytest.approx(16 * 0.5) and meanwhile.sum("other") == 0.0
 
 
 def test_a_method_whose_branches_are_not_known_before_is_refused():
