@@ -11,7 +11,7 @@ import json
 import os
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from rtpo_ray.simulation.sweep import Shape, Sweep, simulate
 
 CPU_BLOCK, GPU_BLOCK = 32, 16  # tokens of a block of vLLM's prefix cache
 BACKWARD = 3.0  # a position of forward and backward passes against one of the forward pass alone
+PASSES = 3.0  # over a rollout's rows where its trunk is its sibling: counting, grouping and crediting it, each about what crediting alone takes
 FREE = ("step", "sequence", "turn", "learner_token", "update")
 PULL = 0.03  # of the start, against a residual of the whole sweep's seconds
 ROUNDS = 12
@@ -71,17 +72,18 @@ def measured_sweeps(folder: Path) -> list[dict[str, Any]]:
     return sweeps[1:] or sweeps
 
 
-def fit(folder: str | Path) -> Fitted:
-    """Of the run in `folder`. Raises ConfigError."""
+def fit(folder: str | Path, of: Callable[[Iterable[float]], float] = statistics.median, crowding: float = 1.0) -> Fitted:
+    """Of the run in `folder`. `of`: of the seconds of several sweeps; min where others disturbed them, which only adds. `crowding`: of the machine,
+    which one run cannot tell. Raises ConfigError."""
     folder = Path(folder).expanduser()
     sweeps = measured_sweeps(folder)
     config = load_config(folder / "config.yaml", ["cluster.address=elsewhere"])
     method = algorithms.build(config.algorithm)
     work = _work(config, method, folder, sweeps)
     shape = Shape(generators=config.generators.min, ranks=config.learner.ranks, overlap=overlaps(config, method))
-    start = _start(config, sweeps)
-    seconds = _phases(sweeps)
-    total = statistics.median(sweep["total"] for sweep in sweeps)
+    start = _start(config, sweeps, of, crowding)
+    seconds = _phases(sweeps, of)
+    total = of(sweep["total"] for sweep in sweeps)
 
     def at(point: np.ndarray) -> tuple[Machine, Sweep]:
         values = dict(zip(FREE, np.exp(point).tolist(), strict=True))
@@ -123,7 +125,7 @@ def _levenberg_marquardt(residuals: Callable[[np.ndarray], np.ndarray], point: n
     return point
 
 
-def _start(config: Config, sweeps: Sequence[dict[str, Any]]) -> Machine:
+def _start(config: Config, sweeps: Sequence[dict[str, Any]], of: Callable[[Iterable[float]], float], crowding: float) -> Machine:
     """What can be read off, and guesses of the rest."""
     stages = [stage for sweep in sweeps for stage in sweep["stages"] if stage["optimizer_steps"]]
     if not stages:
@@ -133,13 +135,15 @@ def _start(config: Config, sweeps: Sequence[dict[str, Any]]) -> Machine:
     positions = sum(stage["learner_tokens"] for stage in stages)
     machine = Machine(
         slots=generators.max_num_seqs, cache_block=CPU_BLOCK if on_cpu else GPU_BLOCK, generator_threads=generators.threads if on_cpu else 1,
-        learner_threads=learner.threads if on_cpu else 1, cores=os.cpu_count() or 1 if on_cpu else 0, step=3e-3, sequence=1e-4, turn=3e-4,
+        learner_threads=learner.threads if on_cpu else 1, cores=os.cpu_count() or 1 if on_cpu else 0, crowding=crowding,
+        step=3e-3, sequence=1e-4, turn=3e-4,
         learner_token=0.8 * learn / positions * learner.ranks, update=0.1 * learn / len(stages),
-        chunk=getattr(config.sampling, "chunk_groups", 8), stage=max(0.0, statistics.median(stage["seconds"]["other"] for stage in stages)))
-    busy = machine.slowdown(generators.min * machine.generator_threads)
-    push = statistics.median(stage["seconds"]["broadcast"] for stage in stages) / busy
-    rest = statistics.median(sweep["total"] - sum(stage["seconds"]["total"] for stage in sweep["stages"]) - _trunks(sweep) for sweep in sweeps)
-    return replace(machine, push=push, sweep=max(0.0, rest - machine.stage))
+        rollout=PASSES * of(stage["seconds"].get("credit", 0.0) / stage["siblings"] for stage in stages),
+        chunk=getattr(config.sampling, "chunk_groups", 8))
+    stage = of(stage["seconds"]["other"] - (machine.rollout * stage["siblings"] if stage["turn"] is None else 0.0) for stage in stages)
+    push = of(stage["seconds"]["broadcast"] for stage in stages) / machine.slowdown(generators.min * machine.generator_threads)
+    rest = of(sweep["total"] - sum(stage["seconds"]["total"] for stage in sweep["stages"]) - _trunks(sweep) for sweep in sweeps)
+    return replace(machine, push=push, stage=max(0.0, stage), sweep=max(0.0, rest - max(0.0, stage)))
 
 
 def _trunks(sweep: dict[str, Any]) -> float:
@@ -152,17 +156,24 @@ def _learning(stage: dict[str, Any]) -> float:
     return float(stage["seconds"]["learn"]) + float(stage["seconds"].get("overlapped", 0.0))
 
 
-def _phases(sweeps: Sequence[dict[str, Any]]) -> dict[tuple[int | None, str], float]:
-    """Median seconds by (turn, phase); turn -1: trunks."""
+def _phases(sweeps: Sequence[dict[str, Any]], of: Callable[[Iterable[float]], float]) -> dict[tuple[int | None, str], float]:
+    """Seconds by (turn, phase); turn -1: trunks. What the learner takes is as for the mean positions of its stage: they differ from sweep to
+    sweep."""
     found: dict[tuple[int | None, str], list[float]] = {}
+    positions: dict[int | None, list[int]] = {}
+    for sweep in sweeps:
+        for stage in sweep["stages"]:
+            positions.setdefault(stage["turn"], []).append(stage["learner_tokens"])
     for sweep in sweeps:
         found.setdefault((-1, "generate"), []).append(_trunks(sweep))
         for stage in sweep["stages"]:
-            found.setdefault((stage["turn"], "learn"), []).append(stage["seconds"]["learn"])
-            found.setdefault((stage["turn"], "learner_busy"), []).append(_learning(stage))
-            if stage["turn"] is not None:
-                found.setdefault((stage["turn"], "generate"), []).append(stage["seconds"]["generate"])
-    return {key: statistics.median(values) for key, values in found.items()}
+            turn = stage["turn"]
+            scale = statistics.fmean(positions[turn]) / max(stage["learner_tokens"], 1)
+            found.setdefault((turn, "learn"), []).append(stage["seconds"]["learn"] * scale)
+            found.setdefault((turn, "learner_busy"), []).append(_learning(stage) * scale)
+            if turn is not None:
+                found.setdefault((turn, "generate"), []).append(stage["seconds"]["generate"])
+    return {key: of(values) for key, values in found.items()}
 
 
 # --- the work of a sweep

@@ -41,6 +41,8 @@ class Machine:
     generator_threads: int = opt(1, "cores that a generator keeps busy", least=1)
     learner_threads: int = opt(1, "cores that a learner rank keeps busy", least=1)
     cores: int = opt(0, "cores that all processes share; 0: each has what it needs", least=0)
+    crowding: float = opt(1.0, "seconds of a thread when every core is busy against those when it is alone, such as 1.6 for two threads of one "
+                          "physical core", least=1)
     learner_token: float = opt(1e-4, "c: seconds of one learner rank a position of forward and backward passes", least=0)
     learner_scaling: float = opt(1.0, "e: M ranks take c / M^e a position", above=0, most=1)
     least_ranks: int = opt(1, "learner ranks that the model needs", least=1)
@@ -54,11 +56,16 @@ class Machine:
     ordered: bool = opt(True, "such chunks are handed on in the order of the trunks, not as they are complete")
     stage: float = opt(0.0, "seconds of a stage that are none of the others", least=0)
     block: float = opt(0.0, "seconds of the coordinator for each block of rollouts, one after the other", least=0)
+    rollout: float = opt(0.0, "seconds of the pipeline for each rollout of a stage that samples none, such as GRPO's", least=0)
     sweep: float = opt(0.0, "seconds of a sweep that are of none of its stages", least=0)
 
     def slowdown(self, threads: int) -> float:
-        """By how much processes with so many busy threads in all are slowed down: the cores are shared evenly."""
-        return max(1.0, threads / self.cores) if self.cores else 1.0
+        """By how much processes with so many busy threads in all are slowed down: the cores are shared evenly, and the more of them are busy, the
+        slower is each."""
+        if not self.cores or threads <= 1:
+            return 1.0
+        busy = (min(threads, self.cores) - 1) / max(self.cores - 1, 1)
+        return max(1.0, threads / self.cores) * (1 + (self.crowding - 1) * busy)
 
     def push_seconds(self, generators: int) -> float:
         """A broadcast in buckets along a binary tree: each further level waits for one bucket more."""

@@ -17,7 +17,7 @@ from rtpo_ray.simulation.model import Machine, Work, load_machine
 from rtpo_ray.simulation.sweep import Shape, Sweep, like, simulate
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
-SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the GPUs, that learn
+SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the GPUs, that learn
 HEADER = ("method", "overlap", "generators", "learners", "sweep s", "sample", "learn", "push", "other", "generators busy", "learners busy",
           "s / 1,000 siblings", "s / 10^6 tokens")
 
@@ -103,21 +103,9 @@ def lines(what: Scene, found: Sequence[dict[str, Any]]) -> list[str]:
 
 def best_split(method: Algorithm, work: Work, machine: Machine, gpus: int, overlap: bool, seed: int = 0) -> Sweep:
     """The fastest sweep on `gpus`, one a generator and one a learner rank, over the shares that may learn."""
-    ranks = sorted({min(gpus - 1, max(machine.least_ranks, round(share * gpus))) for share in SHARES})
-    known: dict[int, Sweep] = {}
-
-    def seconds(place: int) -> float:
-        if place not in known:
-            shape = Shape(generators=gpus - ranks[place], ranks=ranks[place], overlap=overlap)
-            known[place] = simulate(method, work, machine, shape, seed)
-        return known[place].seconds
-
-    low, high = 0, len(ranks) - 1
-    while high > low:  # more learners help until generators are missing: seconds fall, then rise
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if seconds(middle + 1) < seconds(middle) else (low, middle)
-    seconds(low)
-    return min(known.values(), key=lambda sweep: sweep.seconds)
+    ranks = {min(gpus - 1, max(machine.least_ranks, round(share * gpus))) for share in SHARES}
+    sweeps = [simulate(method, work, machine, Shape(generators=gpus - each, ranks=each, overlap=overlap), seed) for each in sorted(ranks)]
+    return min(sweeps, key=lambda sweep: sweep.seconds)
 
 
 def scaling(what: Scene, gpus: Sequence[int], seed: int) -> list[dict[str, Any]]:

@@ -140,9 +140,10 @@ class _Simulator:
             machine, ranks, generators = self._machine, self._shape.ranks, self._shape.generators
             update = machine.update * machine.slowdown(ranks * machine.learner_threads)
             push = machine.push_seconds(generators) * machine.slowdown(generators * machine.generator_threads) if publish else 0.0
+        other = self._machine.stage + (0.0 if samples else self._machine.rollout * len(rollouts))
         return Part(turn=turn, rollouts=len(rollouts) if samples else 0, generated_tokens=generated if samples else 0, trained_tokens=trained,
-                    learner_tokens=to_learn, generate=times.generate, learn=times.learn + update, push=push,
-                    other=self._machine.stage, generator_busy=times.generator_busy, learner_busy=times.learner_busy + update)
+                    learner_tokens=to_learn, generate=times.generate, learn=times.learn + update, push=push, other=other,
+                    generator_busy=times.generator_busy, learner_busy=times.learner_busy + update)
 
     def _learn_alone(self, positions: float) -> StageTimes:
         """What was sampled before."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import inspect
+import json
 import multiprocessing
 import os
 import random
@@ -35,10 +36,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = PATHS = [str(ROOT), str(ROOT / "tests/bench"), str(ROOT / "tests/unit")]
-os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": os.pathsep.join(PATHS), "HF_HUB_OFFLINE": "1"}
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": os.pathsep.join(PATHS),
+               "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 import pyarrow as pa  # noqa: E402 - the variables above are read when torch is imported
-from record import exponent, target, write  # noqa: E402
+from record import RESULTS, exponent, target, write  # noqa: E402
 
 MOST = 1.1  # exponent: linear, with room for noise
 Times = dict[float, float]
@@ -319,7 +321,7 @@ def of_rank(rank: int, world: int, path: str, each: int) -> float:
     from rtpo_ray.algorithms.base import Objective
     from rtpo_ray.policy.learner import Learner
 
-    built = Learner(path, learner_config(micro_batch_tokens=4096, lr=1e-9), objective=Objective(), dtype="float32", temperature=1.0, device="cpu")
+    built = Learner(path, learner_config(micro_batch_tokens=8192, lr=1e-9), objective=Objective(), dtype="float32", temperature=1.0, device="cpu")
     mine = [replace(sample, sample_id=f"{rank}:{sample.sample_id}") for sample in samples(each, 256)]
     built.update(mine, 4, each * world, 0)
     return cpu(lambda: built.update(mine, 4, each * world, 0))
@@ -341,18 +343,17 @@ PARTS = {part.__name__: part for part in (groups, turns, learner, prefill, gener
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="of every size (5)")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts; with fewer than all nothing is written unless --write")
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts; the others stay as they were in the results")
     args = parser.parse_args()
-    found: dict[str, Any] = {}
+    kept = RESULTS / "growth.json"
+    found: dict[str, Any] = json.loads(kept.read_text())["figures"] if kept.exists() else {}
     for name in args.only:
         started = time.perf_counter()
         found[name] = PARTS[name](args.repeats)
         print(f"{name}: exponent {found[name]['exponent']:.2f} of {found[name]['seconds']} by {found[name]['x']} "
               f"({time.perf_counter() - started:.0f} s)\n   {found[name]}", flush=True)
-    if args.write or len(args.only) == len(PARTS):
         write("growth", "seconds of a stage against its size: exponents, 1 is linear", found,
-              [target(f"{name}: seconds grow at most linearly with {part['x']}", part["exponent"], MOST) for name, part in found.items()])
+              [target(f"{each}: seconds grow at most linearly with {part['x']}", part["exponent"], MOST) for each, part in found.items()])
 
 
 if __name__ == "__main__":

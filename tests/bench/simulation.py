@@ -5,18 +5,21 @@
 
 Real runs of the quickstart's model and task, by RTPO and GRPO, with 1, 2 and 3 generators and one learner rank, and with 2 and 2. The learning
 rate is so small that the policy, and so the work of a sweep, stays what it was. The parameters are fitted to one run of RTPO; every other run
-is predicted from them: another number of processes, another method, or both. Processes share the machine's cores, in the model as well. The
-first sweep warms the processes up and counts nowhere; the median of the others is compared.
+is predicted from them: another number of processes, another method, or both. Processes share the machine's cores, in the model as well, and how
+much busy cores slow each other down is measured beforehand. The first sweep warms the processes up and counts nowhere; the median of the others
+is compared, or with --of min the fastest of them, for machines that are not left alone: what disturbs a sweep only adds to it.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYT
                "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ.pop("RAY_ADDRESS", None)
 
-from record import target, write  # noqa: E402 - the variables above are read when Ray and torch are imported
+import numpy as np  # noqa: E402 - the variables above are read when numpy, Ray and torch are imported
+from record import target, write  # noqa: E402
 
 from actors import cluster  # noqa: E402
 from rtpo_ray import algorithms  # noqa: E402
@@ -66,9 +70,30 @@ def measure(configs: list[Config]) -> None:
             print(f"{config.run.name}: sweeps {seconds} s, all of it {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def pairs(folders: list[Path], fitted_on: str) -> list[dict[str, Any]]:
+def toil(seconds: float) -> int:
+    """How often a piece of work, Python and small products of matrices like those of the tiny model, is done in so many seconds."""
+    left, right, done, until = np.ones((256, 128), np.float32), np.ones((128, 384), np.float32), 0, time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        left @ right
+        done += len({str(number): number for number in range(400)}) > 0
+    return done
+
+
+def crowding() -> float:
+    """How much slower each process is when every core has one than when it is alone: the median of five comparisons."""
+    cores = os.cpu_count() or 1
+    with multiprocessing.get_context("spawn").Pool(cores) as pool:
+        pool.map(toil, [0.5] * cores, chunksize=1)
+        ratios = [pool.apply(toil, (0.5,)) / (sum(pool.map(toil, [0.5] * cores, chunksize=1)) / cores) for _ in range(5)]
+    return max(1.0, statistics.median(ratios))
+
+
+OF = {"median": statistics.median, "min": min}
+
+
+def pairs(folders: list[Path], fitted_on: str, of: Callable[[Iterable[float]], float], crowded: float) -> list[dict[str, Any]]:
     """Measured and predicted sweep of every run, from the parameters of one of them."""
-    found = fit(next(folder for folder in folders if folder.name == fitted_on))
+    found = fit(next(folder for folder in folders if folder.name == fitted_on), of, crowded)
     made = []
     for folder in folders:
         config = load_config(folder / "config.yaml", ["cluster.address=elsewhere"])
@@ -76,7 +101,7 @@ def pairs(folders: list[Path], fitted_on: str) -> list[dict[str, Any]]:
         shape = Shape(generators=config.generators.min, ranks=config.learner.ranks, overlap=overlaps(config, method))
         sweep = simulate(method, found.work, found.machine, shape)
         sweeps = measured_sweeps(folder)
-        measured = {phase: statistics.median(each[phase] for each in sweeps) for phase in ("total", "generate", "learn", "broadcast", "other")}
+        measured = {phase: of(each[phase] for each in sweeps) for phase in ("total", "generate", "learn", "broadcast", "other")}
         predicted = {"total": sweep.seconds, "generate": sweep.sum("generate"), "learn": sweep.sum("learn"), "broadcast": sweep.sum("push"),
                      "other": sweep.sum("other") + sweep.outside}
         made.append({"run": folder.name, "fitted": folder.name == fitted_on, "measured": measured, "predicted": predicted,
@@ -92,18 +117,22 @@ def main() -> None:
     parser.add_argument("--sweeps", type=int, default=4, help="of every run, the first not counted (4)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--fitted", default="rtpo-1x1", help="run that the parameters are fitted to (rtpo-1x1)")
+    parser.add_argument("--of", choices=OF, default="median", help="of several sweeps (median)")
+    parser.add_argument("--crowding", type=float, help="instead of measuring it; see rtpo_ray/simulation/model.py")
     parser.add_argument("--only", nargs="+", metavar="METHOD-GxR", help="of the runs, such as rtpo-2x1, those that are not there yet; default: all")
     parser.add_argument("--keep", metavar="FOLDER", help="keep the runs there, and make those that are not there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(args.keep or temporary).resolve()
+        crowded = args.crowding or crowding()
+        print(f"crowding {crowded:.2f}", flush=True)
         configs = [configure(root, method, *shape, args.sweeps) for shape in SHAPES for method in args.methods]
         if waiting := [one for one in configs if not finished(one) and (not args.only or one.run.name in args.only)]:
             measure(waiting)
-        made = pairs([root / one.run.name for one in configs if finished(one)], args.fitted)
+        made = pairs([root / one.run.name for one in configs if finished(one)], args.fitted, OF[args.of], crowded)
     worst = max(abs(each["error"]) for each in made if not each["fitted"])
     print(f"worst {worst:.1%}")
-    write("simulation", "sweeps of real runs, predicted from another run", {"fitted": args.fitted, "pairs": made},
+    write("simulation", "sweeps of real runs, predicted from another run", {"fitted": args.fitted, "of": args.of, "crowding": crowded, "pairs": made},
           [target(f"{each['run']} predicted within {WITHIN:.0%}", abs(each["error"]), WITHIN) for each in made if not each["fitted"]])
 
 
