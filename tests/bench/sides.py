@@ -111,6 +111,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     steps = [step for answer in found for step in answer["steps"]]
     seconds, tokens = statistics.median(answer["seconds"] for answer in found), statistics.mean(step["generated_tokens"] for step in steps)
     kept = {"seconds_a_step": seconds, "generated_tokens_a_step": tokens, "generated_tokens_a_second": tokens / seconds,
+            "success": statistics.mean(step["success"] for step in steps),
             "each": [round(answer["seconds"], 4) for answer in found]}
     if "phases" in steps[0]:
         kept["phases"] = {phase: statistics.median(step["phases"][phase] for step in steps) for phase in PHASES}
@@ -165,7 +166,7 @@ def write(name: str, what: str | None, figures: Mapping[str, Any], targets: Sequ
 
 def step_of(sweep: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a sweep and its stages amount to: tokens, rollouts, seconds by phase."""
-    return {"seconds": sweep["seconds"]["total"], "phases": {phase: sweep["seconds"][phase] for phase in PHASES},
+    return {"seconds": sweep["seconds"]["total"], "success": sweep["trunk_success"], "phases": {phase: sweep["seconds"][phase] for phase in PHASES},
             "generated_tokens": sweep["generated_tokens"] + sum(stage["generated_tokens"] for stage in stages),
             "trained_tokens": sum(stage["trained_tokens"] for stage in stages), "trained": sum(stage["trained"] for stage in stages),
             "learner_tokens": sum(stage["learner_tokens"] for stage in stages), "stages": len(stages),
