@@ -25,7 +25,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 MARK = "SIDE "
-PATIENCE = 300.0  # seconds for one side's answer, its start included
+PATIENCE = 600.0  # seconds for one side's answer, its start included
 QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
          "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
 PHASES = ("generate", "credit", "learn", "broadcast", "other")
