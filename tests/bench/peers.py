@@ -2,7 +2,7 @@
 
     python tests/bench/peers.py                                 # every shape; some ten minutes on two cores; writes results/peers.json
     python tests/bench/peers.py --shapes short-64 --pairs 3
-    python tests/bench/peers.py --shapes long-64 --tune         # other settings of both sides, to choose the fastest of; writes nothing
+    python tests/bench/peers.py --shapes long-64 --tune trl     # other settings of one side, to choose the fastest of; writes nothing
 
 TRL lives in a virtual environment of its own (--venv), made when it is not there. Both sides are started at once, warmed up, and then take turns:
 a few steps of one while the other is idle, and so on, so that a busy machine hurts both alike. Start-up is not counted. Ours is a whole run on a
@@ -156,7 +156,7 @@ def prompts(shape: Shape, config: Config, model: Path, steps: int) -> list[dict[
     return rows
 
 
-def our_side(shape: Shape, config: Config, model: Path, scratch: Path) -> Side:
+def our_side(shape: Shape, model: Path, scratch: Path) -> Side:
     return our_sweeps(model, scratch, overrides(shape))
 
 
@@ -173,7 +173,7 @@ def trl_side(shape: Shape, config: Config, model: Path, scratch: Path, python: P
                 Path(tempfile.mkstemp(dir=scratch, suffix=".log")[1]))
 
 
-def compare(name: str, shape: Shape, pairs: int, python: Path, tune: bool) -> dict[str, Any]:
+def compare(shape: Shape, pairs: int, python: Path, tune: str) -> dict[str, Any]:
     scratch = Path(tempfile.mkdtemp(prefix="peers-"))
     try:
         config = load_config(None, [*overrides(shape), "cluster.address=elsewhere"])
@@ -181,8 +181,8 @@ def compare(name: str, shape: Shape, pairs: int, python: Path, tune: bool) -> di
         rows = scratch / "rows.json"
         rows.write_text(json.dumps(prompts(shape, config, model, 2 + shape.steps * (pairs + 1))))
         if tune:
-            return tuned(shape, config, model, scratch, python, rows, pairs)
-        a, b = take_turns([our_side(shape, config, model, scratch), trl_side(shape, config, model, scratch, python, rows)], shape.steps, pairs)
+            return tuned(tune, shape, config, model, scratch, python, rows, pairs)
+        a, b = take_turns([our_side(shape, model, scratch), trl_side(shape, config, model, scratch, python, rows)], shape.steps, pairs)
         ours, theirs = summary(a), summary(b)
         ratios = [y["seconds"] / x["seconds"] for x, y in zip(a, b, strict=True)]
         rate = ours["generated_tokens_a_second"] / theirs["generated_tokens_a_second"]
@@ -192,22 +192,26 @@ def compare(name: str, shape: Shape, pairs: int, python: Path, tune: bool) -> di
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def tuned(shape: Shape, config: Config, model: Path, scratch: Path, python: Path, rows: Path, pairs: int) -> dict[str, Any]:
-    """Seconds a step of either side with other settings, one after another."""
+def tuned(which: str, shape: Shape, config: Config, model: Path, scratch: Path, python: Path, rows: Path, pairs: int) -> dict[str, Any]:
+    """Seconds a step of one side with other settings, one after another."""
     found = {}
-    micros = sorted({shape.completions, min(64, shape.completions)})
-    for micro in micros:
-        for threads, policy in ((1, "PASSIVE"), (2, "PASSIVE"), (2, "ACTIVE")):
-            other = dataclasses.replace(shape, micro=micro, threads=threads, policy=policy)
-            (answers,) = take_turns([trl_side(other, config, model, scratch, python, rows)], shape.steps, pairs)
-            found[f"TRL micro {micro} threads {threads} {policy}"] = summary(answers)["each"]
-            print(json.dumps({key: found[key] for key in list(found)[-1:]}), flush=True)
-    for generators, threads, learner in ((1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2)):
-        other = dataclasses.replace(shape, generators=generators, ours=(f"generators.threads={threads}", f"learner.threads={learner}"))
-        (answers,) = take_turns([our_side(other, config, model, scratch)], shape.steps, pairs)
-        of = summary(answers)
-        found[f"ours generators {generators} x {threads} threads, learner {learner}"] = [of["each"], of["phases"]]
-        print(json.dumps({key: found[key] for key in list(found)[-1:]}), flush=True)
+    if which == "trl":
+        others = [dataclasses.replace(shape, micro=micro, threads=threads, policy=policy) for micro in sorted({shape.completions, 64})
+                  for threads, policy in ((1, "PASSIVE"), (2, "PASSIVE"), (2, "ACTIVE"))]
+        others.append(dataclasses.replace(others[-2], continuous=True))
+    else:
+        others = [dataclasses.replace(shape, generators=generators, ours=(f"generators.threads={threads}", f"learner.threads={learner}"))
+                  for generators, threads, learner in ((1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2))]
+    for other in others:
+        changed = {key: value for key, value in dataclasses.asdict(other).items() if value != dataclasses.asdict(shape)[key]}
+        side = trl_side(other, config, model, scratch, python, rows) if which == "trl" else our_side(other, model, scratch)
+        try:
+            (answers,) = take_turns([side], shape.steps, pairs)
+        except RuntimeError as error:  # a setting that does not work here is no candidate
+            print(changed, error, flush=True)
+            continue
+        found[str(changed)] = of = summary(answers)
+        print(changed, {key: of[key] for key in ("seconds_a_step", "each", "phases") if key in of}, flush=True)
     return found
 
 
@@ -221,14 +225,14 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, default=Path("~/.cache/rtpo_ray/trl").expanduser(), help="TRL's virtual environment")
     parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--pairs", type=int, default=5, help="turns of either side that count")
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tune", choices=("trl", "ours"), default="")
     parser.add_argument("--out", default="peers", help="name of the file of results")
     args = parser.parse_args()
     os.environ |= QUIET
     os.chdir(ROOT)
     python, found = environment(args.venv.expanduser()), {}
     for name in args.shapes:
-        found[name] = compare(name, SHAPES[name], args.pairs, python, args.tune)
+        found[name] = compare(SHAPES[name], args.pairs, python, args.tune)
         if not args.tune:
             print(line(name, found[name]), flush=True)
             write(args.out, __doc__, found, [

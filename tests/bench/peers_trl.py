@@ -9,6 +9,7 @@ optimizer's lr, weight_decay, beta1, beta2, eps, max_grad_norm. Prompts, tasks a
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import tempfile
@@ -139,12 +140,17 @@ class Peer:
         """1 for the right answer as the last message."""
         rewards = [environment._grade(said[-1]["content"] if said[-1]["role"] == "assistant" and not said[-1].get("tool_calls") else "")
                    for said, environment in zip(completions, environments, strict=True)]
-        calls = sum(message["role"] == "tool" for said in completions for message in said)
-        self.note(sum(map(len, completion_ids)), rewards, calls=calls)
+        observed = [self.length(message["content"]) for said in completions for message in said if message["role"] == "tool"]
+        self.note(sum(map(len, completion_ids)) - sum(observed), rewards)
         return rewards
 
-    def note(self, tokens: int, rewards: list[float], **more: Any) -> None:
-        self.steps.done.append({"generated_tokens": tokens, "success": sum(rewards) / len(rewards), **more})
+    @functools.cache  # noqa: B019 - lives as long as the process
+    def length(self, observation: str) -> int:
+        """Tokens that an observation and the messages around it add to a context."""
+        return len(self.trainer._get_tool_suffix_ids([{"role": "tool", "name": "lookup", "content": observation}]))
+
+    def note(self, tokens: int, rewards: list[float]) -> None:
+        self.steps.done.append({"generated_tokens": tokens, "success": sum(rewards) / len(rewards)})
 
 
 if __name__ == "__main__":

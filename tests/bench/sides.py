@@ -8,6 +8,7 @@ it ends with its input. This file is also our own side, a run as `rtpo train` ma
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -20,9 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 MARK = "SIDE "
-PATIENCE = 300.0  # seconds for one side's answer, its start included
+PATIENCE = 600.0  # seconds for one side's answer, its start included
 QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
          "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
 PHASES = ("generate", "credit", "learn", "broadcast", "other")
@@ -72,6 +75,26 @@ class Side:
                                    f"its log {self._log} ends with\n{tail}")
             return self._answers.pop(0)
 
+    def measured(self, count: int, patience: float) -> dict[str, Any]:
+        """`steps`, and the CPU seconds a step of this process and all below it, by what they are called."""
+        before = self._cpu()
+        answer = self.steps(count, patience)
+        spent: dict[str, float] = {}
+        for process, (name, seconds) in self._cpu().items():
+            spent[name] = spent.get(name, 0.0) + (seconds - before.get(process, ("", 0.0))[1]) / count
+        return {**answer, "cpu": spent}
+
+    def _cpu(self) -> dict[int, tuple[str, float]]:
+        """Name and CPU seconds of every process of this side that still lives."""
+        found = {}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._process.pid)
+            for one in (root, *root.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    times, word = one.cpu_times(), (one.cmdline() or [one.name()])[0]
+                    found[one.pid] = (word if word.startswith("ray::") else Path(word).name, times.user + times.system)
+        return found
+
     def close(self) -> None:
         """End it; asked first, since its actors go with it."""
         assert self._process.stdin is not None
@@ -97,7 +120,7 @@ def take_turns(sides: Sequence[Side], steps: int, pairs: int) -> list[list[dict[
         found: list[list[dict[str, Any]]] = [[] for _ in sides]
         for number in range(pairs + 1):
             for side, kept in zip(sides, found, strict=True):
-                answer = side.steps(max(steps, 2) if number == 0 else steps, PATIENCE)
+                answer = side.measured(max(steps, 2) if number == 0 else steps, PATIENCE)
                 if number:
                     kept.append(answer)
         return found
@@ -111,7 +134,10 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     steps = [step for answer in found for step in answer["steps"]]
     seconds, tokens = statistics.median(answer["seconds"] for answer in found), statistics.mean(step["generated_tokens"] for step in steps)
     kept = {"seconds_a_step": seconds, "generated_tokens_a_step": tokens, "generated_tokens_a_second": tokens / seconds,
-            "each": [round(answer["seconds"], 4) for answer in found]}
+            "success": statistics.mean(step["success"] for step in steps),
+            "each": [round(answer["seconds"], 4) for answer in found], "cpu_seconds_a_step": statistics.median(sum(a["cpu"].values()) for a in found),
+            "cpu_by_process": {name: round(statistics.median(a["cpu"].get(name, 0.0) for a in found), 4) for name in sorted(found[-1]["cpu"])
+                               if statistics.median(a["cpu"].get(name, 0.0) for a in found) > 0.002}}
     if "phases" in steps[0]:
         kept["phases"] = {phase: statistics.median(step["phases"][phase] for step in steps) for phase in PHASES}
         kept |= {f"{key}_a_step": statistics.mean(step[key] for step in steps) for key in ("trained_tokens", "learner_tokens", "failed")}
@@ -165,7 +191,7 @@ def write(name: str, what: str | None, figures: Mapping[str, Any], targets: Sequ
 
 def step_of(sweep: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a sweep and its stages amount to: tokens, rollouts, seconds by phase."""
-    return {"seconds": sweep["seconds"]["total"], "phases": {phase: sweep["seconds"][phase] for phase in PHASES},
+    return {"seconds": sweep["seconds"]["total"], "success": sweep["trunk_success"], "phases": {phase: sweep["seconds"][phase] for phase in PHASES},
             "generated_tokens": sweep["generated_tokens"] + sum(stage["generated_tokens"] for stage in stages),
             "trained_tokens": sum(stage["trained_tokens"] for stage in stages), "trained": sum(stage["trained"] for stage in stages),
             "learner_tokens": sum(stage["learner_tokens"] for stage in stages), "stages": len(stages),
