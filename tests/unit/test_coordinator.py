@@ -56,15 +56,6 @@ def test_pilots_may_stay_alone_or_be_followed_by_all_of_the_others():
             check(adaptive, siblings=siblings, trained=siblings)
 
 
-def test_pilots_may_stay_alone_or_be_followed_by_all_of_the_others():
-    adaptive = Stage(turn=1, n_siblings=4, pilots=2)
-    for siblings in (6, 8, 12):
-        check(adaptive, siblings=siblings, trained=siblings)
-    for siblings in (5, 13):
-        with pytest.raises(ConservationError, match=f"3 boundaries x 2 to 4 siblings = 6 to 12 were asked for; {siblings} came back"):
-            check(adaptive, siblings=siblings, trained=siblings)
-
-
 @pytest.mark.parametrize(("name", "counts"), [
     ("grpo", {"siblings": 4, "trained": 4}), ("grpo", {"siblings": 6, "trained": 6}), ("grpo", {"siblings": 5, "trained": 4}),
     ("treegrpo", {"siblings": 17, "trained": 16})])
