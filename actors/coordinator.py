@@ -345,7 +345,8 @@ def stage_event(sweep: int, stage: Stage, counts: StageCounts, update: UpdateRes
         "clip_fraction": update.clip_fraction,
         "loss": _finite(update.loss), "grad_norm": _finite(update.grad_norm), "optimizer_steps": update.optimizer_steps, "refused": update.refused,
         "trained_tokens": update.tokens, "learner_tokens": update.learner_tokens, "unique_tokens": update.unique_tokens,
-        "weights_hash": published.hash if published else None, "probe_gap": published.probe_gap if published else None}
+        "weights_hash": published.hash if published else None, "probe_gap": published.probe_gap if published else None,
+        "push": {"bytes": published.bytes, **published.phases} if published else None}
 
 
 def _finite(value: float) -> float | None:

@@ -20,7 +20,7 @@ from rtpo_ray.types import derive_seed
 STAGE = {"kind", "sweep", "turn", "groups", "siblings", "success", "zero_advantage_rate", "weight_version", "generated_tokens", "prompt_tokens",
          "cached_prompt_tokens", "failed", "filtered", "logprob_gap_mean", "logprob_gap_max", "ratio_geomean", "loss", "grad_norm", "seconds"}
 STAGE_TOO = {"k3", "failed_first", "trained", "clip_fraction", "optimizer_steps", "refused", "trained_tokens", "learner_tokens", "unique_tokens",
-             "weights_hash", "probe_gap", "retired", "unsaved", "time", "shareable_prompt_tokens", "occupancy"}
+             "weights_hash", "probe_gap", "retired", "unsaved", "time", "shareable_prompt_tokens", "occupancy", "push"}
 SWEEP = {"kind", "sweep", "tasks", "trunk_success", "trunk_turns_mean", "seconds"}
 SWEEP_TOO = {"unsaved", "time", "retired", "trunk_ends", "failed", "failed_first", "generated_tokens", "weight_version"}
 EVAL = {"kind", "sweep", "tokens", "tasks", "success", "success_greedy", "turns_mean", "tool_calls_mean", "malformed_calls", "ends"}
@@ -53,6 +53,7 @@ def test_two_sweeps_of_rtpo(two_sweeps, tiny_model):
         assert event["generated_tokens"] >= event["siblings"]
         if event["trained"]:
             assert 0 <= event["logprob_gap_mean"] <= event["logprob_gap_max"] <= 1e-4 and abs(event["ratio_geomean"] - 1) <= 1e-4
+            assert event["push"]["bytes"] == 4 * sum(tensor.numel() for tensor in AutoModelForCausalLM.from_pretrained(start).parameters())
             assert event["probe_gap"] <= 1e-4 and len(event["weights_hash"]) == 16 and event["grad_norm"] > 0
         else:
             assert event["weights_hash"] is event["probe_gap"] is event["logprob_gap_max"] is None and event["grad_norm"] == 0
