@@ -23,17 +23,17 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import ray.data
 
 from actors.evaluator import Evaluator, Event
-from actors.gang import LearnerGang
+from actors.gang import LearnerGang, Taken
 from actors.publisher import Published, WeightPublisher
 from actors.waiting import answered, wait_for
-from pipelines.collect import Ask, count_rollouts, read_episodes, stage_samples
+from pipelines.collect import Ask, count_rollouts, read_episodes, stage_of_episodes, stage_samples
 from pipelines.counts import EpisodeCounts, StageCounts
 from pipelines.tasks import TaskSource
 from rtpo_ray.algorithms.base import Algorithm, Stage
@@ -45,7 +45,15 @@ from rtpo_ray.reports.scores import rate
 from rtpo_ray.timeline import chrome_trace
 from rtpo_ray.types import Task, UpdateResult, derive_seed
 
-Trunks: TypeAlias = "tuple[ray.data.MaterializedDataset, EpisodeCounts, list[dict[str, float]]]"  # where they lie, sums, seconds by phase
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trunks:
+    """The trunks of a sweep."""
+
+    episodes: ray.data.MaterializedDataset | None  # where they lie; None: only in the samples that were taken
+    counts: EpisodeCounts
+    seconds: dict[str, float]  # by phase
+    taken: Taken | None = None  # by the learner, of a stage that is made of them alone
 
 BARREN_SWEEPS = 3  # sweeps in a row without any trunk that end a run: whatever breaks them is there to stay
 
@@ -124,10 +132,11 @@ class Coordinator(Evaluator):
     def _sweep(self, evaluate: bool) -> Iterator[Event]:
         """Trunks, then every stage on them. `evaluate`: beside the trunks, by the same weights."""
         started, began, sweep = time.perf_counter(), time.time(), self._at.sweep
-        trunks, counts, spent = yield from self._trunks(sweep, evaluate)
+        trunks = yield from self._trunks(sweep, evaluate)
+        counts, spent = trunks.counts, [trunks.seconds]
         for number, stage in enumerate(self._algorithm.stages(self._config.environment.max_turns)):
             if number >= self._at.stage and (stage.turn is None or counts.boundaries[stage.turn]):
-                event = self._stage(sweep, number, stage, trunks, counts)
+                event = self._stage(sweep, number, stage, trunks)
                 spent.append(event["seconds"])
                 yield self._commit(event, stage=number + 1, tokens=self._at.tokens + event["generated_tokens"])
         if self._at.unpublished:
@@ -145,12 +154,14 @@ class Coordinator(Evaluator):
         """The trunks of a sweep, what they amount to, and the seconds that they took; read back when the run was resumed in its middle."""
         method, kept = self._algorithm, trunks_folder(self._folder, sweep) if self._config.run.state_every else None
         if self._at.stage >= 0:
-            trunks = read_episodes(trunks_folder(self._folder, sweep), self._home())
-            return trunks, count_rollouts(trunks, self._config.sampling.stage_timeout, home=self._home()), []
+            episodes = read_episodes(trunks_folder(self._folder, sweep), self._home())
+            counts = count_rollouts(episodes.to_arrow_refs(), self._config.sampling.stage_timeout, home=self._home())
+            return Trunks(episodes=episodes, counts=counts, seconds={})
         self.doing.now(f"sweep {sweep}, trunks: {method.n_trunks} of {self._config.sampling.tasks_per_sweep} tasks each")
         batch = self._tasks.training(sweep, self._config.sampling.tasks_per_sweep)
         ask = self._ask("trunks", sweep, count=method.n_trunks, keep_boundaries=method.branching)
-        trunks, counts, busy, event = self._episodes(batch, ask, kept, evaluate)
+        trunks, event = self._episodes(batch, ask, kept, evaluate)
+        counts = trunks.counts
         if event is not None:  # in the ledger before the trunks: whoever resumes after these does not evaluate again
             yield self._evaluated(event)
         self._barren = self._barren + 1 if counts.failed.total() == counts.episodes else 0
@@ -159,48 +170,71 @@ class Coordinator(Evaluator):
             raise RtpoError(f"all trunks of {BARREN_SWEEPS} sweeps in a row failed; in sweep {sweep}, {counts.failed_first[message]}: {message}")
         self._at = replace(self._at, stage=0, tokens=self._at.tokens + counts.generated_tokens)
         self._ledger.append(self._at)
-        if kept is not None:  # a block that is lost with its node is then read again, not sampled again by weights that are gone
-            trunks = read_episodes(kept, self._home())
-        return trunks, counts, [{"generate": busy}]
+        if kept is not None and trunks.taken is None:  # a block that is lost with its node is then read again, not sampled by weights that are gone
+            trunks = replace(trunks, episodes=read_episodes(kept, self._home()))
+        return trunks
 
-    def _episodes(
-        self, batch: Sequence[Task], ask: Ask, keep: Path | None, evaluate: bool
-    ) -> tuple[ray.data.MaterializedDataset, EpisodeCounts, float, Event | None]:
-        """Trunks of `batch`, what they amount to, the seconds in which generators were busy, and the evaluation that went on beside them."""
+    def _episodes(self, batch: Sequence[Task], ask: Ask, keep: Path | None, evaluate: bool) -> tuple[Trunks, Event | None]:
+        """Trunks of `batch`, and the evaluation that went on beside them. `keep`: a folder in which they are kept as well."""
         self._ready(len(batch) * ask.count + evaluate * self._evaluated_rollouts)
         with self._joining(), ThreadPoolExecutor(1, "evaluation") as beside, self._timeline.span("trunks"):
             judged = beside.submit(self._judge, self._at.sweep, self._at.tokens) if evaluate else None
-            trunks, counts = self._play(batch, "trunks", self._capped(ask), keep)
+            play = self._play_and_take if self._takes_at_once else self._play_trunks
+            trunks = play(batch, self._capped(ask), keep)
             event = None if judged is None else {**judged.result(self._config.sampling.stage_timeout), "retired": self._retired()}
-        return trunks, counts, self._busy(), event
+        return replace(trunks, seconds={**trunks.seconds, "generate": self._busy()}), event
 
-    def _stage(self, sweep: int, number: int, stage: Stage, trunks: ray.data.MaterializedDataset, episodes: EpisodeCounts) -> Event:
+    @property
+    def _takes_at_once(self) -> bool:
+        """Whether the only stage is made of trunks alone and its gradient adds up: then it is taken while they are sampled."""
+        stages = self._algorithm.stages(self._config.environment.max_turns)
+        return self._config.run.overlap and not self._algorithm.branching and len(stages) == 1 and self._algorithm.objective.adds_up
+
+    def _play_trunks(self, batch: Sequence[Task], ask: Ask, keep: Path | None) -> Trunks:
+        episodes, counts = self._play(batch, "trunks", ask, keep)
+        return Trunks(episodes=episodes, counts=counts, seconds={})
+
+    def _play_and_take(self, batch: Sequence[Task], ask: Ask, keep: Path | None) -> Trunks:
+        rollouts = len(batch) * ask.count
+        (stage,) = self._algorithm.stages(self._config.environment.max_turns)
+        blocks = stage_of_episodes(batch, stage, self._config.algorithm, ask, self._collection(), self._blocks(rollouts))
+        blocks, again = itertools.tee(blocks)
+        taken = self._gang.take(blocks, stream=True)
+        counts = count_rollouts(list(again), self._config.sampling.stage_timeout, keep, self._home())
+        self._check_episodes("trunks", rollouts, counts)
+        return Trunks(episodes=None, counts=counts, taken=taken, seconds={"overlapped": taken.overlapped, "learn": taken.waited})
+
+    def _stage(self, sweep: int, number: int, stage: Stage, trunks: Trunks) -> Event:
         """One stage: collect and credit, update, publish."""
         started, where = time.perf_counter(), f"sweep {sweep}, {stage_name(stage)}"
-        self.doing.now(f"{where}: samples from the generators, taken by the learner")
-        self._ready(self._siblings(stage, episodes))
-        seed = self._config.run.seed
-        ask = self._capped(self._ask("siblings", sweep, number if stage.turn is None else stage.turn))
-        with self._joining(), self._timeline.span(f"{stage_name(stage)}: samples", "stages"):
-            blocks = stage_samples(trunks, stage, self._config.algorithm, ask, self._collection())
-            taken = self._gang.take(blocks, self._config.run.overlap)
+        taken, spent = (trunks.taken, {}) if trunks.taken else self._collect(sweep, number, stage, trunks)
         counts = taken.counts
-        self._check(counts, where, stage, episodes)
+        self._check(counts, where, stage, trunks.counts)
         collected = time.perf_counter()
         self.doing.now(f"{where}: the learner's update")
+        seed = derive_seed(self._config.run.seed, sweep, "update", number if stage.turn is None else stage.turn)
         with self._timeline.span(f"{stage_name(stage)}: update", "stages"):
-            update = self._gang.update(counts.groups, counts.comparable,
-                                       derive_seed(seed, sweep, "update", number if stage.turn is None else stage.turn))
+            update = self._gang.update(counts.groups, counts.comparable, seed)
         learned = time.perf_counter()
         if update.optimizer_steps:
             self._at = replace(self._at, updates=self._at.updates + 1, unpublished=True)
             self._save_state()
         published = self._push() if self._at.unpublished and stage.publish else None
         done = time.perf_counter()
-        spent = {"generate": self._busy(), "credit": counts.credit_seconds, "overlapped": taken.overlapped,
-                 "learn": taken.waited + learned - collected, "broadcast": done - learned}
+        spent = {**spent, "credit": counts.credit_seconds, "learn": spent.get("learn", 0.0) + learned - collected, "broadcast": done - learned}
         return stage_event(sweep, stage, counts, update, published) | {
             "occupancy": self._occupancy(), "retired": self._retired(), "seconds": _phases([spent], done - started)}
+
+    def _collect(self, sweep: int, number: int, stage: Stage, trunks: Trunks) -> tuple[Taken, dict[str, float]]:
+        """A stage's samples, sampled by the generators and taken by the learner, and the seconds by phase."""
+        assert trunks.episodes is not None, "trunks whose samples were not taken lie in the object store"
+        self.doing.now(f"sweep {sweep}, {stage_name(stage)}: samples from the generators, taken by the learner")
+        self._ready(self._siblings(stage, trunks.counts))
+        ask = self._capped(self._ask("siblings", sweep, number if stage.turn is None else stage.turn))
+        with self._joining(), self._timeline.span(f"{stage_name(stage)}: samples", "stages"):
+            blocks = stage_samples(trunks.episodes, stage, self._config.algorithm, ask, self._collection())
+            taken = self._gang.take(blocks, self._config.run.overlap)
+        return taken, {"generate": self._busy(), "overlapped": taken.overlapped, "learn": taken.waited}
 
     def _siblings(self, stage: Stage, episodes: EpisodeCounts) -> int:
         """About how many a stage samples: what branches grow is known block by block only."""

@@ -84,11 +84,14 @@ class Evaluator:
         """Whole episodes of `batch` by generators that are ready: where they lie, and what they amount to. `keep`: a folder in which they are
         kept as well."""
         rollouts = len(batch) * ask.count
-        episodes = collect_episodes(batch, name, ask, self._collection(), self._blocks(rollouts))
-        counts = count_rollouts(episodes, self._config.sampling.stage_timeout, keep, self._home())
-        if counts.episodes != rollouts:
-            raise ConservationError(f"{name}: {rollouts} episodes were asked for, {counts.episodes} came back")
+        episodes = collect_episodes(batch, name, replace(ask, chunk=0), self._collection(), self._blocks(rollouts))
+        counts = count_rollouts(episodes.to_arrow_refs(), self._config.sampling.stage_timeout, keep, self._home())
+        self._check_episodes(name, rollouts, counts)
         return episodes, counts
+
+    def _check_episodes(self, name: str, asked: int, counts: EpisodeCounts) -> None:
+        if counts.episodes != asked:
+            raise ConservationError(f"{name}: {asked} episodes were asked for, {counts.episodes} came back")
 
     def _blocks(self, rollouts: int) -> int:
         """Of a batch with so many: one that fills a generator each, and some for every generator and every learner rank."""

@@ -78,13 +78,14 @@ class Generator:
         await self._run(_call(self._engine.check))
         return time.perf_counter() - asked
 
-    async def episodes(self, tasks: pa.Table, ask: Ask) -> pa.Table:
-        """TASKS rows to ROLLOUTS rows, `ask.count` episodes a task."""
-        async def play() -> list[Rollout]:
-            tries = [(task, trunk) for task in table_to_tasks(tasks) for trunk in range(ask.count)]
-            return await asyncio.gather(*(self._trunk(task, trunk, ask, (0.0, place)) for place, (task, trunk) in enumerate(tries)))
+    async def episodes(self, tasks: pa.Table, ask: Ask) -> AsyncIterator[pa.Table]:
+        """TASKS rows to ROLLOUTS rows, `ask.count` episodes a task. Yields as `siblings` does, the episodes of `ask.chunk` tasks at a time."""
+        async def play(task: Task, place: int) -> list[Rollout]:
+            return await asyncio.gather(*(self._trunk(task, trunk, ask, (0.0, float(place))) for trunk in range(ask.count)))
 
-        return rollouts_to_table(await self._run(play()))
+        work = [functools.partial(play, task, place) for place, task in enumerate(table_to_tasks(tasks))]
+        async for made in self._in_chunks(work, ask.chunk):
+            yield rollouts_to_table(rollout for rollouts in made for rollout in rollouts)
 
     async def siblings(self, requests: pa.Table, ask: Ask) -> AsyncIterator[pa.Table]:
         """REQUESTS rows to GROUPS rows: the siblings of each boundary, continued to the end by the same weights.
@@ -92,18 +93,22 @@ class Generator:
         Yields `ask.chunk` consecutive groups at a time, in the order of the requests, as soon as all of them are complete: order and borders are
         the same in every run. Whoever stops taking them ends the rollouts that are left.
         """
-        rows = requests.to_pylist()
+        work = [functools.partial(self._group, row, place, ask) for place, row in enumerate(requests.to_pylist())]
+        async for made in self._in_chunks(work, ask.chunk):
+            yield groups_to_table(made)
 
-        async def begin() -> list[asyncio.Task[Group]]:
-            return [asyncio.create_task(self._group(row, place, ask)) for place, row in enumerate(rows)]
+    async def _in_chunks(self, work: Sequence[Callable[[], Coroutine[Any, Any, Any]]], size: int) -> AsyncIterator[list[Any]]:
+        """Do all of it at once, on the episode loop; results in order, `size` at a time; 0: all together."""
+        async def begin() -> list[asyncio.Task[Any]]:
+            return [asyncio.create_task(each()) for each in work]
 
-        groups, size = await self._run(begin()), ask.chunk or max(1, len(rows))
+        begun, size = await self._run(begin()), size or max(1, len(work))
         try:
-            for start in range(0, len(rows), size):
-                yield groups_to_table(await self._run(_all_of(groups[start:start + size])))
+            for start in range(0, len(begun), size):
+                yield await self._run(_all_of(begun[start:start + size]))
         finally:
-            for group in groups:
-                self._loop.call_soon_threadsafe(group.cancel)  # nothing, when it is done
+            for each in begun:
+                self._loop.call_soon_threadsafe(each.cancel)  # nothing, when it is done
 
     async def take_spans(self) -> list[Span]:
         """What happened here since the last call, for the run's timeline."""
@@ -227,8 +232,8 @@ class Generator:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 
-async def _all_of(groups: Sequence[asyncio.Task[Group]]) -> list[Group]:
-    return await asyncio.gather(*groups)
+async def _all_of(work: Sequence[asyncio.Task[Any]]) -> list[Any]:
+    return await asyncio.gather(*work)
 
 
 async def _call(function: Callable[[], Any]) -> Any:

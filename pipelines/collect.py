@@ -30,7 +30,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from pipelines.branching import assemble, requests
 from pipelines.counts import EpisodeCounts, count_episodes
 from pipelines.credit import credit_groups
-from pipelines.rows import GROUPS, ROLLOUTS, groups_to_table, pack, rollouts_to_table
+from pipelines.rows import GROUPS, ROLLOUTS, groups_to_table, pack, rollouts_to_table, unpack
 from pipelines.tasks import dataset
 from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Algorithm, Stage
@@ -87,7 +87,23 @@ def stage_samples(trunks: ray.data.MaterializedDataset, stage: Stage, method: Al
     with _streaming():
         samples = trunks.map_batches(_samples, fn_kwargs=grow, **options)
         samples.set_name("stage")
-        yield from itertools.chain.from_iterable(bundle.block_refs for bundle in samples.iter_internal_ref_bundles())
+        yield from _blocks(samples)
+
+
+def stage_of_episodes(
+    tasks: Sequence[Task], stage: Stage, method: AlgorithmConfig, ask: Ask, collection: Collection, blocks: int
+) -> Iterator[Block]:
+    """The same where a stage is made of whole episodes alone: these are sampled on the way, and are in the blocks too."""
+    options = {"concurrency": min(collection.concurrency, blocks, max(1, len(tasks))), **collection.task()}
+    play = {"stage": stage, "method": method, "ask": ask, "collection": collection}
+    with _streaming():
+        samples = dataset(tasks, blocks).map_batches(_episodes_and_samples, fn_kwargs=play, **options)
+        samples.set_name("stage")
+        yield from _blocks(samples)
+
+
+def _blocks(samples: ray.data.Dataset) -> Iterator[Block]:
+    return itertools.chain.from_iterable(bundle.block_refs for bundle in samples.iter_internal_ref_bundles())
 
 
 @contextmanager
@@ -102,15 +118,14 @@ def _streaming() -> Iterator[None]:
         context.target_max_block_size, context.execution_options.preserve_order = before
 
 
-def count_rollouts(rollouts: ray.data.MaterializedDataset, timeout: float, keep: Path | None = None, home: str = "") -> EpisodeCounts:
-    """Counts of a materialised set of episodes, made where the blocks are. `keep`: a folder in which they are kept as well; `home`: as of a
-    Collection."""
+def count_rollouts(rollouts: Sequence[Block], timeout: float, keep: Path | None = None, home: str = "") -> EpisodeCounts:
+    """Counts of blocks of episodes, or of packed ones, made where the blocks are. `keep`: a folder in which the episodes are kept as well; `home`:
+    as of a Collection."""
     if keep is not None:
         shutil.rmtree(keep, ignore_errors=True)
         keep.mkdir(parents=True)
     count = ray.remote(num_cpus=0, **_stay(home))(_count)
-    blocks = enumerate(rollouts.to_arrow_refs())
-    parts = ray.get([count.remote(ref, keep and keep / f"{number:05d}.arrow") for number, ref in blocks], timeout=timeout)
+    parts = ray.get([count.remote(ref, keep and keep / f"{number:05d}.arrow") for number, ref in enumerate(rollouts)], timeout=timeout)
     return sum(parts, EpisodeCounts())
 
 
@@ -124,7 +139,8 @@ def _stay(home: str) -> dict[str, Any]:
     return {"label_selector": {"ray.io/node-id": home}} if home else {}
 
 
-def _count(rollouts: pa.Table, keep: Path | None) -> EpisodeCounts:
+def _count(block: pa.Table, keep: Path | None) -> EpisodeCounts:
+    rollouts = unpack(block, "episodes") if "episodes" in block.column_names or not len(block) else block
     if keep is not None:
         with keep.open("wb") as file:
             feather.write_feather(rollouts, file, compression="zstd")
@@ -140,6 +156,13 @@ def _read(file: Path) -> pa.Table:
 def _sample_tasks(tasks: pa.Table, *, ask: Ask, collection: Collection) -> pa.Table:
     parts = list(sample("episodes", tasks, ask, collection))
     return pa.concat_tables(parts) if parts else ROLLOUTS.empty_table()
+
+
+def _episodes_and_samples(tasks: pa.Table, *, stage: Stage, method: AlgorithmConfig, ask: Ask, collection: Collection) -> Iterator[pa.Table]:
+    """Tasks to episodes and packed samples of these, as all episodes of some tasks are complete."""
+    algorithm = algorithms.build(method)
+    for episodes in sample("episodes", tasks, ask, collection):
+        yield pack(credit_groups(assemble(episodes, GROUPS.empty_table(), stage), algorithm=algorithm), episodes)
 
 
 def _samples(trunks: pa.Table, *, stage: Stage, method: AlgorithmConfig, ask: Ask, collection: Collection) -> Iterator[pa.Table]:

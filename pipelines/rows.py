@@ -49,20 +49,27 @@ SAMPLES = pa.schema({
     "cached_prompt_tokens": pa.int64(), "shareable_prompt_tokens": pa.int64(), "credit_seconds": pa.float64()})
 
 
-BLOCK = pa.schema({"samples": pa.list_(pa.struct(list(SAMPLES)))})
+BLOCK = pa.schema({"samples": pa.list_(pa.struct(list(SAMPLES))), "episodes": pa.list_(ROLLOUT)})
 
 
-def pack(samples: pa.Table) -> pa.Table:
-    """SAMPLES rows as one row, which Ray Data can hand on at once and cannot tear apart."""
-    rows = pa.StructArray.from_arrays([column.combine_chunks() for column in samples.columns], fields=list(SAMPLES))
-    return pa.Table.from_arrays([pa.ListArray.from_arrays([0, len(rows)], rows)], schema=BLOCK)
+def pack(samples: pa.Table, episodes: pa.Table | None = None) -> pa.Table:
+    """SAMPLES rows, and the ROLLOUTS rows that they were made of where these are needed too, as one row, which Ray Data can hand on at once and
+    cannot tear apart."""
+    parts = [(samples, SAMPLES), (ROLLOUTS.empty_table() if episodes is None else episodes, ROLLOUTS)]
+    return pa.Table.from_arrays([_one_list(table, schema) for table, schema in parts], schema=BLOCK)
 
 
-def unpack(block: pa.Table) -> pa.Table:
-    """The SAMPLES rows of a block."""
+def unpack(block: pa.Table, column: str = "samples") -> pa.Table:
+    """The SAMPLES rows of a block, or its `episodes`."""
     if not len(block):  # an empty block has lost its columns on its way through Ray Data
-        return SAMPLES.empty_table()
-    return pa.Table.from_struct_array(pc.list_flatten(block["samples"]))
+        return (SAMPLES if column == "samples" else ROLLOUTS).empty_table()
+    return pa.Table.from_struct_array(pc.list_flatten(block[column]))
+
+
+def _one_list(table: pa.Table, schema: pa.Schema) -> pa.Array:
+    """[1]: all rows."""
+    rows = pa.StructArray.from_arrays([column.combine_chunks() for column in table.columns], fields=list(schema))
+    return pa.ListArray.from_arrays([0, len(rows)], rows)
 
 
 def _row(record: Any) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def test_no_row_is_lost_or_doubled(pool_of):
     pool = pool_of(count=3)
     for blocks, count in ((3, 1), (4, 1), (11, 2), (50, 1)):
         made = trunks(pool, blocks, count)
-        totals = count_rollouts(made, 60)
+        totals = count_rollouts(made.to_arrow_refs(), 60)
         assert (totals.episodes, dict(totals.failed)) == (11 * count, {})
         assert dict(totals.boundaries) == {0: 11 * count, 1: 7 * count, 2: 3 * count}
         for turn in (2, 1, 0):
@@ -98,7 +98,7 @@ def test_blocks_arrive_while_others_still_sample(pool_of, tmp_path):
 def test_a_failing_rollout_is_tried_again_elsewhere(pool_of, tmp_path):
     pool = pool_of(RaisesOnce)
     made = trunks(pool, 2)
-    assert (tmp_path / "done").exists() and dict(count_rollouts(made, 60).failed) == {}
+    assert (tmp_path / "done").exists() and dict(count_rollouts(made.to_arrow_refs(), 60).failed) == {}
     (tmp_path / "done").unlink()
     found = tables(stage(pool, made, 1))
     assert (tmp_path / "done").exists() and not counts(found).failed
@@ -108,7 +108,7 @@ def test_a_failing_rollout_is_tried_again_elsewhere(pool_of, tmp_path):
 def test_a_rollout_that_keeps_failing_costs_its_group_and_is_counted_with_its_message(pool_of, tmp_path):
     pool = pool_of(RaisesAlways)
     made = trunks(pool, 2, retries=2)
-    totals = count_rollouts(made, 60)
+    totals = count_rollouts(made.to_arrow_refs(), 60)
     assert (totals.episodes, dict(totals.failed)) == (11, {"ValueError: a door is stuck": 1})
     assert dict(totals.boundaries) == {0: 10, 1: 6, 2: 2}  # all but those of the failed trunk
     failed, = [row for ref in made.to_arrow_refs() for row in ray.get(ref).to_pylist() if row["end"] == "failed"]
@@ -148,7 +148,7 @@ def test_a_task_that_kills_every_generator_costs_its_block_and_says_so(pool_of):
     """Whoever is started in a dead one's place joins in the middle and is killed in its turn, as often as rows are retried."""
     pool = pool_of(KillsAlways, count=1)
     with joining(pool, lambda names: AsLoaded(pool).admit(0, names)):
-        totals = count_rollouts(trunks(pool, 1, retries=2, seconds=100), 60)
+        totals = count_rollouts(trunks(pool, 1, retries=2, seconds=100).to_arrow_refs(), 60)
     assert set(totals.ends) == {"failed"} and totals.ends["failed"] == totals.episodes
     (message,) = totals.failed
     assert message == "ActorDiedError: no generator survived it in 3 tries, last rtpo-generator-2"
@@ -156,7 +156,7 @@ def test_a_task_that_kills_every_generator_costs_its_block_and_says_so(pool_of):
 
 def test_without_anyone_who_can_start_the_rollouts_are_lost_and_say_why(pool_of):
     pool = pool_of(KillsAlways, count=1, kinds=(Player, Unborn))
-    totals = count_rollouts(trunks(pool, 1, retries=5, seconds=60), 60)
+    totals = count_rollouts(trunks(pool, 1, retries=5, seconds=60).to_arrow_refs(), 60)
     assert set(totals.ends) == {"failed"} and totals.ends["failed"] == totals.episodes
     (message,) = totals.failed
     assert "NoGenerators" in message and "every generator is gone: rtpo-generator-0: ActorDiedError" in message
@@ -191,7 +191,7 @@ def test_whoever_comes_up_in_the_middle_of_a_stage_gets_a_part_of_it(pool_of, tm
     with joining(pool, admit):
         assert ray.get(pool.resize.remote(11, False), timeout=30) == 2
         made = trunks(pool, 6)
-    assert count_rollouts(made, 60).episodes == 11 and admitted == ["rtpo-generator-1"]
+    assert count_rollouts(made.to_arrow_refs(), 60).episodes == 11 and admitted == ["rtpo-generator-1"]
 
 
 @pytest.mark.parametrize(("overlong", "failed", "ends"), [
@@ -201,5 +201,5 @@ def test_whoever_comes_up_in_the_middle_of_a_stage_gets_a_part_of_it(pool_of, tm
 ])
 def test_overlong_tasks(pool_of, overlong, failed, ends):
     pool = pool_of(count=1, overlong=overlong, max_model_len=5)
-    totals = count_rollouts(trunks(pool, 2, retries=0), 60)
+    totals = count_rollouts(trunks(pool, 2, retries=0).to_arrow_refs(), 60)
     assert (dict(totals.failed), dict(totals.ends)) == (failed, ends)

@@ -62,7 +62,7 @@ def test_siblings_go_on_with_what_the_trunks_sandbox_held(cluster, sandbox):
         start = int(rollout.task_id[1:])
         assert [turn.observation for turn in rollout.turns[:3]] == [str(start), str(2 * start), str(2 * start + 1)], rollout.failure
         assert [turn.tool_calls for turn in rollout.turns] == [1, 1, 1, 0]
-    counts = count_rollouts(trunks, 60)
+    counts = count_rollouts(trunks.to_arrow_refs(), 60)
     assert (counts.episodes, counts.failed.total(), counts.tool_calls, counts.failed_calls) == (6, 0, 18, 0)
     method = AlgorithmConfig(args={"n_siblings": 4})
     for turn in (3, 2, 1):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.coordinator import Coordinator, _phases, stage_event, stage_name
+from actors.coordinator import Coordinator, Trunks, _phases, stage_event, stage_name
 from actors.publisher import Published
 from pipelines.counts import EpisodeCounts, StageCounts
 from rtpo_ray import algorithms
@@ -76,6 +76,10 @@ def no_ray(monkeypatch):
     monkeypatch.setattr("actors.coordinator.read_episodes", lambda folder, home: None)
 
 
+def played(counts):
+    return Trunks(episodes=None, counts=counts, seconds={})
+
+
 class Walk(Coordinator):
     """Writes down what it does; every stage generates 10 tokens, every batch of trunks 5, and each of `moves` says whether a stage learns."""
 
@@ -104,9 +108,9 @@ class Walk(Coordinator):
     def _episodes(self, batch, ask, keep, evaluate):
         event = self._judge(self._at.sweep, self._at.tokens) if evaluate else None
         self.log.append(f"{len(batch)} x {ask.count} trunks{' with boundaries' if ask.keep_boundaries else ''}")
-        return None, EpisodeCounts(episodes=2, generated_tokens=5, boundaries=Counter({turn: 2 for turn in self.reached})), 0.0, event
+        return played(EpisodeCounts(episodes=2, generated_tokens=5, boundaries=Counter({turn: 2 for turn in self.reached}))), event
 
-    def _stage(self, sweep, number, stage, trunks, episodes):
+    def _stage(self, sweep, number, stage, trunks):
         self.log.append(stage_name(stage))
         if next(self.moves):
             self._at = replace(self._at, updates=self._at.updates + 1, unpublished=True)
@@ -237,7 +241,7 @@ class Mortal(Walk):
         counts = EpisodeCounts(episodes=2, generated_tokens=5, boundaries=Counter({turn: 2 for turn in self.reached}))
         if self._at.stage >= 0:
             assert trunks_folder(self.folder, sweep).is_dir()
-            return None, counts, []
+            return played(counts)
         if evaluate:
             yield self._evaluated(self._judge(sweep, self._at.tokens))
         self.tick()
@@ -245,9 +249,9 @@ class Mortal(Walk):
         trunks_folder(self.folder, sweep).mkdir(parents=True, exist_ok=True)
         self._at = replace(self._at, stage=0, tokens=self._at.tokens + 5)
         self._ledger.append(self._at)
-        return None, counts, []
+        return played(counts)
 
-    def _stage(self, sweep, number, stage, trunks, episodes):
+    def _stage(self, sweep, number, stage, trunks):
         self.tick()
         self.log.append(stage_name(stage))
         if next(self.moves):
@@ -329,10 +333,10 @@ def test_steps_that_are_done_again_and_again_are_no_progress(tmp_path, uninterru
     """The learner dies whenever the last stage of the first sweep comes, several steps after the point where the run goes on."""
 
     class Cursed(Mortal):
-        def _stage(self, sweep, number, stage, trunks, episodes):
+        def _stage(self, sweep, number, stage, trunks):
             if stage.turn == 0:
                 raise LearnerLost("rank 0 died of a long sample")
-            return super()._stage(sweep, number, stage, trunks, episodes)
+            return super()._stage(sweep, number, stage, trunks)
 
     made = Cursed(tmp_path, **options, **RUN)
     with pytest.raises(LearnerLost, match="long sample"):
@@ -383,7 +387,7 @@ def test_a_run_whose_trunks_all_fail_ends_with_the_first_error(tmp_path):
     class Barren(Walk):
         def _episodes(self, batch, name, ask, keep):
             dead = Counter({"EngineError: no room": 2}) if self._at.sweep != 1 else Counter()  # sweep 1 works: the count begins again
-            return None, EpisodeCounts(episodes=2, failed=dead, failed_first={name: "train-0/0" for name in dead}), 0.0, None
+            return played(EpisodeCounts(episodes=2, failed=dead, failed_first={name: "train-0/0" for name in dead})), None
 
     made = Barren(sweeps=9, eval_every=0)
     with pytest.raises(RtpoError, match=r"all trunks of 3 sweeps in a row failed; in sweep 4, train-0/0: EngineError: no room"):

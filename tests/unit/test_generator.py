@@ -16,7 +16,7 @@ from pipelines.branching import requests
 from pipelines.collect import Ask
 from pipelines.counts import count_episodes
 from pipelines.credit import credit_groups
-from pipelines.rows import GROUPS, REQUESTS, groups_to_table, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table
+from pipelines.rows import GROUPS, REQUESTS, ROLLOUTS, groups_to_table, rollouts_to_table, table_to_groups, table_to_rollouts, tasks_to_table
 from rtpo_ray import algorithms
 from rtpo_ray.algorithms.base import Stage
 from rtpo_ray.algorithms.budget import is_extended
@@ -50,7 +50,15 @@ def ask(count=1, **changes):
 
 
 def episodes(made, tasks=TASKS, **options):
-    return table_to_rollouts(asyncio.run(made.episodes(tasks_to_table(tasks), ask(**options))))
+    return table_to_rollouts(pa.concat_tables([ROLLOUTS.empty_table(), *taken(made.episodes(tasks_to_table(tasks), ask(**options)))]))
+
+
+def taken(parts):
+    """What comes, one table after the other."""
+    async def take():
+        return [table async for table in parts]
+
+    return asyncio.run(take())
 
 
 def siblings(made, trunks, turn, count=1, **options):
@@ -60,11 +68,7 @@ def siblings(made, trunks, turn, count=1, **options):
 
 
 def chunks(made, wanted, **options):
-    """What `siblings` yields, one table after the other."""
-    async def take():
-        return [table async for table in made.siblings(wanted, ask(**options))]
-
-    return asyncio.run(take())
+    return taken(made.siblings(wanted, ask(**options)))
 
 
 def grown(made, wanted, **options):
@@ -78,6 +82,12 @@ def test_episodes_come_in_the_order_of_tasks_and_trunks(generator):
     assert {one.parent for one in rollouts} == {""}
     assert all(one.turns[0].context_ids == two.turns[0].context_ids for one, two in zip(rollouts[::2], rollouts[1::2], strict=True))
     assert len({turn.seed for one in rollouts for turn in one.turns}) == 30
+
+
+def test_episodes_of_so_many_tasks_come_together(generator):
+    parts = taken(generator().episodes(tasks_to_table(TASKS), ask(count=2, chunk=2)))
+    assert [[one.rollout_id for one in table_to_rollouts(part)] for part in parts] == [
+        [f"t{i}/{j}" for i in some for j in range(2)] for some in ((0, 1), (2, 3), (4,))]
 
 
 def test_seeds_follow_ask_and_rollout_and_not_the_order_of_work(generator):

@@ -101,7 +101,7 @@ def test_an_error_that_repeats_it_does_not_show_it(monkeypatch):
     monkeypatch.setenv("SEARCH_KEY", SECRET)
     made = Generator(name="g", make_engine=parrot_engine, make_environment=Refused, template=chat("chatml"), settings=settings(), overlong="error",
                      concurrency=1, conceal=lambda text: conceal(text, {"key": ["env:SEARCH_KEY"]}))
-    table = asyncio.run(made.episodes(tasks_to_table([Task(task_id="t", seed=0)]), Ask(seed=0, temperature=1.0)))
+    table = asyncio.run(anext(made.episodes(tasks_to_table([Task(task_id="t", seed=0)]), Ask(seed=0, temperature=1.0))))
     assert table["failure"].to_pylist() == ["OSError: 401 for https://search?key=env:SEARCH_KEY"]
 
 
