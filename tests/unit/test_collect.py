@@ -328,7 +328,8 @@ def test_episodes_and_the_samples_that_are_made_of_them_come_together_as_tasks_a
     blocks = list(collect._episodes_and_samples(table, stage=Stage(), method=AlgorithmConfig(name="grpo"),
                                                 ask=Ask(seed=0, temperature=1.0, count=2), collection=collection(pool)))
     assert [len(block) for block in blocks] == [1, 1]
-    found = [(sorted(one.rollout_id for one in table_to_rollouts(unpack(block, "episodes"))), unpack(block)["group_id"].to_pylist()) for block in blocks]
+    found = [(sorted(one.rollout_id for one in table_to_rollouts(unpack(block, "episodes"))), unpack(block)["group_id"].to_pylist())
+             for block in blocks]
     assert found == [(["a/0", "a/1", "c/0", "c/1"], ["a", "a", "c", "c"]), (["b/0", "b/1"], ["b", "b"])]
     counts = [collect._count(block, None) for block in blocks]
     assert [(part.episodes, part.failed.total()) for part in counts] == [(4, 0), (2, 0)]
