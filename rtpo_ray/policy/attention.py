@@ -106,7 +106,7 @@ def _seen_in_a_probe(lm: Any) -> str:
         logits = lm(input_ids=torch.from_numpy(packed.input_ids)[None].to(device), position_ids=layout.positions, use_cache=False,
                     layout=layout).logits[0]
     except (TypeError, ValueError, RuntimeError) as error:
-        return f"it does not compute a packed micro-batch ({type(error).__name__}: {str(error).splitlines()[0]})"
+        return f"it does not compute a packed micro-batch ({type(error).__name__}: {error})"
     found = logits[torch.from_numpy(packed.columns[packed.scored]).to(device)]
     gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     return "" if gap < 1e-3 else f"packed, its logits differ by {gap:.1e} of the largest"

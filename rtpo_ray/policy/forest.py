@@ -27,7 +27,7 @@ from rtpo_ray.types import Sample
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 _WASTE = 1.5  # pairs of queries and keys that a mask or padding may compute for each that counts
-_FREE = 128 * 128  # such pairs that cost less than another call of the kernel
+_FREE = 64 * 64  # such pairs that cost less than another call of the kernel
 
 
 @dataclass(frozen=True, slots=True)

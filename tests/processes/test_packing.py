@@ -132,7 +132,7 @@ def traced(rank, world, model, samples):
 def test_compiled_layers_have_the_same_gradient():
     """Traced and differentiated as for a compiler; what makes machine code of it would take too long here."""
     model = tiny_model(layers=1)
-    (_, delta), = run_ranks(1, traced, model, forest(), deadline=120.0)
+    (_, delta), = run_ranks(1, traced, model, forest(), deadline=240.0)
     same(delta, expected_gradient(forest(), model), atol=3e-5)
 
 
