@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import pickle
 import random
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -187,7 +188,8 @@ def _canonical(value: Any) -> str:
     if isinstance(value, (set, frozenset)):
         return "<" + ",".join(sorted(map(_canonical, value))) + ">"
     if isinstance(value, random.Random):
-        return repr(value.getstate())
+        version, words, gauss = value.getstate()  # 625 words: their text would cost more than all the rest
+        return f"{version}:{array('Q', words).tobytes().hex()}:{gauss!r}"
     if hasattr(value, "__dict__"):
         return type(value).__qualname__ + _canonical(value.__getstate__())
     return hashlib.blake2b(pickle.dumps(value), digest_size=8).hexdigest()

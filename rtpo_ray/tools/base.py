@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Callable
@@ -75,8 +76,13 @@ class Toolset:
         """Let go of processes and connections; the episode is over. May be called twice."""
 
     def _methods(self) -> dict[str, Callable[..., str]]:
-        names = [name for name, member in inspect.getmembers(type(self)) if getattr(member, "_is_tool", False)]
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _tool_names(type(self))}
+
+
+@functools.cache
+def _tool_names(toolset: type[Toolset]) -> tuple[str, ...]:
+    """Every call of a tool asks, and looking through all members takes longer than most tools."""
+    return tuple(name for name, member in inspect.getmembers(toolset) if getattr(member, "_is_tool", False))
 
 
 _JSON_TYPES: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool, "list": list, "dict": dict}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,8 +104,57 @@ def test_siblings_share_their_context_in_the_cache_and_differ(served: Served) ->
     (prompt,) = contexts(1, seed=4, least=70, most=70)
     completions = sample(served.engine, [(prompt, sampling(seed)) for seed in range(8)])
     assert [completion.cached_prompt_tokens for completion in completions] == [0] + [64] * 7  # blocks of 32 tokens
+    assert [completion.shareable_prompt_tokens for completion in completions] == [0] + [64] * 7
     assert len({completion.token_ids for completion in completions}) == 8
     assert served.gap([prompt] * 8, completions) < 1e-5
+
+
+def test_the_cache_answers_all_that_it_could_over_the_turns_of_siblings(served: Served) -> None:
+    """Also what a response computed, but for its last token; a push ends it."""
+    async def play(context: list[int], seed: int) -> list[Completion]:
+        turns = []
+        for turn in range(3):
+            turns.append(await served.engine.generate(context, sampling(1000 * seed + turn, max_tokens=30, stop=())))
+            context = [*context, *turns[-1].token_ids, *range(10, 17)]
+        return turns
+
+    async def together() -> list[list[Completion]]:
+        return list(await asyncio.gather(*(play(context, 10 * i + j) for i, context in enumerate(starts) for j in range(4))))
+
+    starts = contexts(6, seed=12, least=40, most=100)
+    for pushed in (False, True):
+        if pushed:
+            served.push(seed=40)
+        episodes = asyncio.run(together())
+        found = [(one.cached_prompt_tokens, one.shareable_prompt_tokens) for turns in episodes for one in turns]
+        assert all(cached == shareable for cached, shareable in found)
+        for number, (first, second, third) in enumerate(episodes):
+            length = len(starts[number // 4])
+            least = 0 if number % 4 == 0 else (length - 1) // 32 * 32
+            assert (first.shareable_prompt_tokens == least) or not pushed  # before the push, other tests may have had it
+            assert (second.shareable_prompt_tokens, third.shareable_prompt_tokens) == ((length + 29) // 32 * 32, (length + 66) // 32 * 32)
+
+
+def test_seeds_draw_from_the_models_distribution_and_log_probabilities_are_those_of_the_stock_sampler(served: Served) -> None:
+    """Chi-square of 2,000 first tokens, of as many seeds, against transformers' probabilities."""
+    (prompt,) = contexts(1, seed=11)
+    requests = [(prompt, sampling(seed, temperature=0.3, max_tokens=1, stop=())) for seed in range(2000)]
+    drawn = sample(served.engine, requests)
+    expected = torch.softmax(served.model(torch.tensor([prompt])).logits[0, -1].double() / 0.3, dim=-1).detach()
+    top = expected.topk(8).indices.tolist()
+    shares = 2000 * torch.tensor([*(expected[token].item() for token in top), 1 - expected[top].sum().item()])
+    assert (shares > 20).all()  # or chi-square would not hold
+    counts = Counter(one.token_ids[0] for one in drawn)
+    observed = torch.tensor([*(float(counts[token]) for token in top), float(2000 - sum(counts[token] for token in top))])
+    assert ((observed - shares) ** 2 / shares).sum() < 26.1  # 8 degrees of freedom: 1 in 1,000
+
+    sampler = served.engine._llm.collective_rpc(lambda worker: worker.model_runner.sampler.topk_topp_sampler)[0]
+    known, ours, sampler.forward = {one.token_ids[0]: one.logprobs[0] for one in drawn}, sampler.forward, sampler.stock
+    stock = sample(served.engine, requests[:200])
+    sampler.forward = ours
+    both = [one for one in stock if one.token_ids[0] in known]
+    assert len(both) > 100 and all(abs(one.logprobs[0] - known[one.token_ids[0]]) < 1e-5 for one in both)
+    assert [one.token_ids for one in stock] != [one.token_ids for one in drawn[:200]]  # or it was not the stock one
 
 
 def test_the_stop_token_is_part_of_the_response(served: Served) -> None:
@@ -210,11 +260,11 @@ def test_a_failing_step_reaches_every_waiting_call(served: Served, monkeypatch: 
         await asyncio.sleep(0)
         open_ids = list(engine._open)
         with monkeypatch.context() as patch:
-            patch.setattr(engine._llm, "step", lambda: 1 / 0)
+            patch.setattr(engine._llm.engine_core, "get_output", lambda: 1 / 0)
             errors = await asyncio.gather(*calls, return_exceptions=True)
         with pytest.raises(EngineError, match="must be replaced: division by zero"):
             await engine.generate([5], sampling())
-        engine._llm.abort_request(open_ids)
+        engine._llm.abort_request(open_ids, internal=True)
         return errors
 
     for error in asyncio.run(lose_three()):
