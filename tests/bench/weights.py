@@ -30,7 +30,8 @@ from record import alternate, target, write  # noqa: E402
 from rtpo_ray.config import WeightsConfig  # noqa: E402
 from rtpo_ray.network import join_store, open_store  # noqa: E402
 from rtpo_ray.timeline import Timeline  # noqa: E402
-from rtpo_ray.weights.channel import IN_FLIGHT, WeightChannel, buckets  # noqa: E402
+from rtpo_ray.weights.buckets import buckets  # noqa: E402
+from rtpo_ray.weights.channel import IN_FLIGHT, WeightChannel  # noqa: E402
 from rtpo_ray.weights.hashing import TensorSpec, torch_dtype  # noqa: E402
 
 HOST = "127.0.0.1"
