@@ -196,7 +196,7 @@ class LearnerConfig:
 
 @dataclass(kw_only=True)
 class WeightsConfig:
-    bucket_mb: int = opt(64, "MiB of one broadcast", least=1)
+    bucket_mb: int = opt(32, "MiB of one broadcast; a generator holds a few of them", least=1)
     timeout: float = opt(60.0, "seconds that one push may take", above=0)
     probe_tokens: int = opt(4, "tokens that every generator samples after a push, scored again by the learner", least=1)
     probe_tolerance: float = opt(1e-3, "largest log-probability gap of the probe; wider in bfloat16", above=0)

@@ -6,7 +6,7 @@
                                                                                for name, tensor in incoming.tensors(): ...
     waits for every receiver's hash       <-- hash through the store --------- the last tensor was taken
 
-Both ends work while bytes are on the wire: the sender gathers and packs the next bucket and hashes the last one, a receiver hashes and
+Both ends work while bytes are on the wire: the sender gathers, packs and hashes the next bucket, a receiver hashes and
 loads one bucket while the next ones arrive. Tensors travel as raw bytes, so any dtype works on gloo. A changed membership means a
 new channel under a new name on the same store; a channel that failed once refuses further use. Every wait has the channel's
 timeout, and every failure is a WeightSyncError that says which channel and rank waited for what.
@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import json
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,38 +30,11 @@ from rtpo_ray.errors import WeightSyncError
 from rtpo_ray.network import join_store
 from rtpo_ray.timeline import Timeline
 from rtpo_ray.types import PushTimes
+from rtpo_ray.weights.buckets import Bucket, Recycled, buckets
 from rtpo_ray.weights.hashing import TensorSpec, WeightsHash, as_bytes, spec_of, torch_dtype
 
 SENDER = 0
 IN_FLIGHT = 2  # buckets on the wire at once: of the sender, and of a receiver while it loads another
-KEPT = 5  # buckets whose memory a receiver uses again: two on the wire, one that is loaded, parts that the engine still waits to complete
-ALIGNED = 16  # bytes: where a tensor may begin in a bucket, so that any dtype's view of it is allowed
-
-
-class Bucket(NamedTuple):
-    """What is packed and loaded together: tensors, each with its first byte."""
-
-    parts: tuple[tuple[TensorSpec, int], ...]
-    nbytes: int
-
-    def slices(self, bucket_bytes: int) -> Iterator[slice]:
-        """What is sent at once: all of it, unless it is one tensor that is larger than a bucket."""
-        return (slice(start, min(start + bucket_bytes, self.nbytes)) for start in range(0, self.nbytes, bucket_bytes))
-
-
-def buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[Bucket]:
-    """The tensors in order, as many in a bucket as fit into `bucket_bytes`, and one that does not fit by itself. None is torn apart."""
-    parts: list[tuple[TensorSpec, int]] = []
-    filled = 0
-    for spec in specs:
-        start = -(-filled // ALIGNED) * ALIGNED
-        if parts and start + spec.nbytes > bucket_bytes:
-            yield Bucket(tuple(parts), filled)
-            parts, start = [], 0
-        parts.append((spec, start))
-        filled = start + spec.nbytes
-    if parts:
-        yield Bucket(tuple(parts), filled)
 
 
 class Stopwatch:
@@ -93,29 +64,6 @@ class Stopwatch:
     def times(self) -> PushTimes:
         """Until now."""
         return PushTimes(bytes=self._nbytes, seconds=time.perf_counter() - self._started, **self._seconds)
-
-
-class Recycled:
-    """Memory of buckets, used again as soon as no tensor refers to it.
-
-    torch does so itself on GPUs. On CPUs it would give every bucket back to the system, and taking it again, page by page, costs
-    about as much as the wire.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kept: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []  # with what its last tensors hold on to
-
-    def take(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes] of anything."""
-        if self._device.type != "cpu":
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        free = [memory for memory, holder in self._kept if holder() is None and memory.nbytes >= nbytes]
-        memory = min(free, key=len) if free else np.empty(max(nbytes, ALIGNED), dtype=np.uint8)
-        view = memory[:]
-        others = [kept for kept in self._kept if kept[0] is not memory]
-        self._kept = [*others[1 - KEPT :], (memory, weakref.ref(view))]  # one that is dropped lives as long as its tensors
-        return torch.from_numpy(view)[:nbytes]
 
 
 class Wire:
@@ -272,13 +220,13 @@ class WeightChannel:
         wire, matched = Wire(self, watch), self._matched(version, specs, stream)
         for number, bucket in enumerate(buckets(specs, self._bucket_bytes)):
             wire.wait(IN_FLIGHT - 1)  # so that the buffer is free again
-            raw = self._packed(bucket, number, matched, watch)
+            raw = self._packed(bucket, number, matched, digest, watch)
             for piece in bucket.slices(self._bucket_bytes):
                 wire.wait(IN_FLIGHT - 1)
                 wire.put(raw[piece], f"a bucket of version {version} up to {bucket.parts[-1][0].name}")
-            with watch.phase("hash"):
-                for spec, start in bucket.parts:
-                    digest.add_bytes(spec, raw[start : start + spec.nbytes])
+            if len(bucket.parts) == 1:
+                with watch.phase("hash"):
+                    digest.add_bytes(bucket.parts[0][0], raw)
         for _ in matched:  # nothing: it looks whether there is more than was announced
             pass
         wire.wait(0)
@@ -290,21 +238,27 @@ class WeightChannel:
         self.times = watch.times()
         return found
 
-    def _packed(self, bucket: Bucket, number: int, tensors: Iterator[tuple[TensorSpec, Tensor]], watch: Stopwatch) -> Tensor:
-        """The bucket's bytes: the tensor's own memory when there is one tensor in it, otherwise one of the two buffers."""
+    def _packed(
+        self, bucket: Bucket, number: int, tensors: Iterator[tuple[TensorSpec, Tensor]], digest: WeightsHash, watch: Stopwatch
+    ) -> Tensor:
+        """The bucket's bytes: the tensor's own memory when there is one tensor in it, otherwise one of the two buffers. What is packed is
+        hashed at once, while a core's cache holds it."""
         if len(bucket.parts) == 1:
             with watch.phase("gather"):
                 _, tensor = next(tensors)
             with watch.phase("copy"):
                 return as_bytes(tensor).to(self.device)
         if len(self._packing) < IN_FLIGHT:  # zeros, because what lies between two tensors is sent too
-            self._packing = [torch.zeros(self._bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(IN_FLIGHT)]
+            self._packing = [self.recycled.take(self._bucket_bytes).zero_() for _ in range(IN_FLIGHT)]
         packed = self._packing[number % IN_FLIGHT][: bucket.nbytes]
         for spec, start in bucket.parts:
             with watch.phase("gather"):
                 _, tensor = next(tensors)
+            raw = packed[start : start + spec.nbytes]
             with watch.phase("copy"):
-                packed[start : start + spec.nbytes].copy_(as_bytes(tensor))
+                raw.copy_(as_bytes(tensor))
+            with watch.phase("hash"):
+                digest.add_bytes(spec, raw)
         return packed
 
     def _matched(

@@ -42,7 +42,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 class WeightsHash:
     """Hash of named tensors in order, computed where they lie; equal on CPUs and GPUs.
 
-    Each tensor's bytes are read as 64-bit words in rows of 2048. Rows are added up, and so are columns, over all tensors, with
+    Each tensor's bytes are read as 64-bit words in rows of 4096. Rows are added up, and so are columns, over all tensors, with
     wrap-around; two numbers remain, one of all rows' sums and of what fills no row, one of the columns' sums: each word of these is mixed
     with its position by a bijection and the results are added. So any change within one word is always seen, because exactly
     one row changes, and so are exchanged words but for a chance of 2**-64: they lie in different rows or in different columns, and two sums
@@ -53,8 +53,8 @@ class WeightsHash:
 
     # Odd, so that multiplying is a bijection; written as signed 64-bit numbers.
     _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-    _ROW = 2048  # words
-    _CPU_ROWS = 16  # that are read twice in a row: 256 KiB, which stay in a core's cache
+    _ROW = 4096  # words
+    _CPU_ROWS = 16  # that are read twice in a row: 512 KiB, which stay in a core's cache
 
     def __init__(self) -> None:
         self._specs: list[TensorSpec] = []

@@ -7,7 +7,7 @@
 
 A push counts from the header to the hash that all have confirmed, and loads nothing. The bare broadcast sends memory that is there into
 memory that is there, up to two slices under way ("bare"), or one after the other ("bare_waiting"). All ranks are processes of this
-machine with one thread each.
+machine with one thread each. "cpu" are the processor seconds of all ranks together, which a machine that is busy otherwise changes least.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import statistics
 import time
 import traceback
 from datetime import timedelta
@@ -29,7 +30,8 @@ from record import alternate, target, write  # noqa: E402
 from rtpo_ray.config import WeightsConfig  # noqa: E402
 from rtpo_ray.network import join_store, open_store  # noqa: E402
 from rtpo_ray.timeline import Timeline  # noqa: E402
-from rtpo_ray.weights.channel import IN_FLIGHT, WeightChannel, buckets  # noqa: E402
+from rtpo_ray.weights.buckets import buckets  # noqa: E402
+from rtpo_ray.weights.channel import IN_FLIGHT, WeightChannel  # noqa: E402
 from rtpo_ray.weights.hashing import TensorSpec, torch_dtype  # noqa: E402
 
 HOST = "127.0.0.1"
@@ -88,10 +90,17 @@ def play(rank: int, world: int, port: int, model: str, bucket_mb: int, repeats: 
     bare = Bare("bare", rank, world, port, sizes)
     channel = WeightChannel("channel", rank, world, HOST, port, "cpu", 60.0, bucket_bytes)
     times: list[Any] = []
+    cpu: dict[str, list[float]] = {"bare": [], "push": []}
+
+    def plain() -> float:
+        spent = time.process_time()
+        took = bare.broadcast(IN_FLIGHT)
+        cpu["bare"].append(time.process_time() - spent)
+        return took
 
     def push() -> float:
         bare.meet()
-        started = time.perf_counter()
+        started, spent = time.perf_counter(), time.process_time()
         if rank == 0:
             channel.send(len(times), specs, tensors.items())
             times.append(channel.times)
@@ -102,16 +111,19 @@ def play(rank: int, world: int, port: int, model: str, bucket_mb: int, repeats: 
             times.append(incoming.times)
         took = time.perf_counter() - started
         bare.meet()
+        cpu["push"].append(time.process_time() - spent)
         return took
 
-    found: dict[str, Any] = dict(alternate(repeats, bare=lambda: bare.broadcast(IN_FLIGHT), bare_waiting=lambda: bare.broadcast(1), push=push))
+    found: dict[str, Any] = dict(alternate(repeats, bare=plain, bare_waiting=lambda: bare.broadcast(1), push=push))
+    found["cpu"] = {name: statistics.median(values[1:]) for name, values in cpu.items()}
     middle = sorted(times[1:], key=lambda each: each.seconds)[repeats // 2]
     found["phases"] = {name: round(getattr(middle, name), 4) for name in ("bytes", "seconds", "gather", "copy", "wire", "hash", "load", "confirm")}
     return found
 
 
 def play_engine(rank: int, world: int, port: int, folder: str, bucket_mb: int, repeats: int) -> dict[str, Any]:
-    """Rank 1: seconds after the last bucket came, and of the slowest bucket's loading, medians; rank 0 sends the folder's weights."""
+    """Rank 1: seconds after the last bucket came, and of its loading, and in which the engine loaded nothing, medians; rank 0 sends the
+    folder's weights."""
     torch.set_num_threads(1)
     timeline = Timeline(f"rank {rank}")
     engine: Any = None
@@ -140,7 +152,8 @@ def play_engine(rank: int, world: int, port: int, folder: str, bucket_mb: int, r
         times = incoming.times
         # vLLM's own last work on all of the model follows once the iterator is at its end
         return {"receive": times.seconds, "wire": times.wire, "hash": times.hash, "load": times.load, "buckets": float(len(loads)),
-                "last_bucket_to_loaded": loaded - arrived, "slowest_bucket_load": max(loads), "mean_bucket_load": sum(loads) / len(loads)}
+                "last_bucket_to_loaded": loaded - arrived, "last_bucket_load": loads[-1], "mean_bucket_load": sum(loads) / len(loads),
+                "idle": times.seconds - times.load}
 
     pushed()
     found = [pushed() for _ in range(repeats)]
@@ -194,10 +207,11 @@ def main() -> None:
         for receivers in args.receivers:
             for mb in args.buckets:
                 sender, *others = together(play, receivers + 1, model, mb, args.repeats)
-                rows.append({"model": model, "receivers": receivers, "bucket_mb": mb, **sender,
+                cpu = {name: sum(each["cpu"][name] for each in (sender, *others)) for name in ("bare", "push")}
+                rows.append({"model": model, "receivers": receivers, "bucket_mb": mb, **sender, "cpu": cpu,
                              "receiver_phases": max((other["phases"] for other in others), key=lambda phases: phases["seconds"])})
                 print(rows[-1], flush=True)
-                if model == "135M":
+                if model == "135M" and mb == WeightsConfig().bucket_mb:
                     targets.append(target(f"540 MB to {receivers} in buckets of {mb} MiB: at most 1.3 x a bare broadcast", sender["push/bare"], 1.3))
     figures: dict[str, Any] = {"channel": rows}
     if args.engine:
@@ -207,7 +221,7 @@ def main() -> None:
             figures["engine"].append({"bucket_mb": mb, "sender": sender, "receiver": receiver})
             print(figures["engine"][-1], flush=True)
             targets.append(target(f"engine after the last bucket of {mb} MiB: at most one bucket's loading",
-                                  receiver["last_bucket_to_loaded"] / receiver["slowest_bucket_load"], 1.05))
+                                  receiver["last_bucket_to_loaded"] / receiver["last_bucket_load"], 1.1))
     write(args.name, "a weight push beside a bare broadcast", figures, targets)
 
 

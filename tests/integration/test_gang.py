@@ -17,6 +17,7 @@ from rtpo_ray.types import Rollout
 from tests.integration.tiny import VOCAB, load_tiny_qwen3, save_tiny_qwen3, score
 
 PROBE = [11, 12, 13, 14, 15]
+SENT = ("gather", "copy", "wire", "hash", "confirm")  # what the sender does one after the other
 
 
 @pytest.fixture(scope="module")
@@ -123,17 +124,23 @@ def name(number):
 
 def test_every_push_reaches_every_generator_and_is_proved(gang, publishing, random_model):
     pool, publisher = publishing(Holder)
-    hashes = []
+    hashes, connects = [], []
     for version in (1, 2):
         train(gang, random_model)
         assert all(gap > 1e-2 for _, gap in gaps(gang, pool).values())
         published = publisher.publish(version)
         assert (published.version, published.members, published.retired) == (version, tuple(map(name, range(3))), {})
         assert published.probe_gap < 1e-4 and len(published.hash) == 16
+        assert published.bytes == sum(4 * parameter.numel() for parameter in load_tiny_qwen3(random_model).parameters())
+        phases = published.phases
+        assert set(phases) == {"connect", "push", "probe", "load", *SENT, *(f"receiver_{name}" for name in ("wire", "hash", "confirm"))}
+        assert 0 < sum(phases[name] for name in SENT) < phases["push"] and 0 < phases["load"] + phases["receiver_wire"] < phases["push"]
+        assert phases["push"] + phases["probe"] < published.seconds
+        connects.append(phases["connect"])
         hashes.append(published.hash)
         assert all(held == version and gap < 1e-4 for held, gap in gaps(gang, pool).values())
         assert serving(pool) == dict.fromkeys(map(name, range(3)), version)
-    assert hashes[0] != hashes[1]
+    assert hashes[0] != hashes[1] and connects[0] > connects[1]  # the group is made once
     assert publisher.publish(3).hash == hashes[1]  # the same weights again
 
 

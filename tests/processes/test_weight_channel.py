@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from rtpo_ray.errors import WeightSyncError
 from rtpo_ray.network import open_store
 from rtpo_ray.timeline import Timeline
-from rtpo_ray.weights.channel import WeightChannel, buckets
+from rtpo_ray.weights.buckets import buckets
+from rtpo_ray.weights.channel import WeightChannel
 from rtpo_ray.weights.hashing import TensorSpec, WeightsHash, spec_of
 
 HOST = "127.0.0.1"

@@ -14,7 +14,8 @@ from rtpo_ray.algorithms.base import Stage
 from rtpo_ray.config import Config
 from rtpo_ray.timeline import Timeline
 from rtpo_ray.types import PushTimes, UpdateResult
-from rtpo_ray.weights.channel import KEPT, Recycled, Stopwatch, buckets
+from rtpo_ray.weights.buckets import KEPT, Recycled, buckets
+from rtpo_ray.weights.channel import Stopwatch
 from rtpo_ray.weights.hashing import TensorSpec
 
 
