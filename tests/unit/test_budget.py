@@ -8,7 +8,7 @@ from records import credited, group, sibling, trunk
 
 from pipelines import branching, counts, credit, rows
 from rtpo_ray import algorithms
-from rtpo_ray.algorithms.base import Branch
+from rtpo_ray.algorithms.base import Branch, Stage
 from rtpo_ray.algorithms.budget import chance_of_more, is_extended, share_of
 from rtpo_ray.theory import facts_credit, lab
 
@@ -77,13 +77,22 @@ def test_requests_ask_for_pilots_and_say_what_may_follow():
     ({"merge_groups": True}, r"merge_groups is True; with sibling_budget adaptive every boundary's own pilots decide about it"),
     ({"sync_every": 0, "rho_max": 2.0}, r"rho_max is 2.0; with sibling_budget adaptive the returns that decided"),
     ({"sibling_budget": "fixed", "explore": 0.5}, r"pilots is 3; with sibling_budget fixed every boundary gets n_siblings at once"),
-    ({"sibling_budget": "fixed", "pilots": 2}, r"explore is 0.25; with sibling_budget fixed"),
+    ({"sibling_budget": "fixed", "pilots": 4}, r"explore is 0.25; with sibling_budget fixed"),
     ({"sibling_budget": "adaptiv"}, r"sibling_budget is 'adaptiv'; valid choices: fixed, adaptive"),
     ({"pilots": 1}, r"pilots is 1; expected at least 2 \(one return cannot differ from itself\)"),
     ({"explore": 0.0}, r"explore is 0.0; expected more than 0"), ({"explore": 1.5}, r"explore is 1.5; expected at most 1")])
 def test_options_that_cannot_work_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make(**{"pilots": 3, **options})
+
+
+@pytest.mark.parametrize("changes", [
+    {"pilots": 1}, {"pilots": 4}, {"explore": 0.0}, {"explore": 1.1}, {"with_trunk": True}, {"merge": True}], ids=str)
+def test_a_stage_with_impossible_pilots_is_refused(changes):
+    plain = {"turn": 0, "n_siblings": 4, "pilots": 2, "explore": 0.5, "baseline": "boundary", "with_trunk": False}
+    assert Stage(**plain).siblings_a_boundary == (2, 4)
+    with pytest.raises(ValueError, match="expected 2 <= pilots < n_siblings, 0 < explore <= 1, and neither of the others"):
+        Stage(**{**plain, **changes})
 
 
 # --- credit
