@@ -129,24 +129,24 @@ def test_pilots_that_were_not_followed_are_filtered_and_their_group_stays_in_the
 
 
 def expected(tree, policy, stage, **options):
-    """(largest entry of the expected update of `stage`, the update itself)."""
+    """The expected update of `stage`, by state."""
     return facts_credit._expected(PIPELINE, tree, policy, stage, **options)
 
 
-@pytest.mark.parametrize(("explore", "pilots", "n"), [(0.1, 2, 3), (1.0, 2, 3), (0.3, 3, 4)])
-def test_the_expected_update_is_that_of_the_fixed_allocation_and_no_other(explore, pilots, n):
-    """Returns .3, .7 by coin, ... and unequal probabilities: turn 1 of the deep tree. The group's probabilities add up to those of its state."""
+@pytest.mark.parametrize(("explore", "pilots", "n", "turn"), [(0.1, 2, 3, 1), (1.0, 2, 3, 1), (0.3, 3, 4, 2)])
+def test_the_expected_update_is_that_of_the_fixed_allocation_and_no_other(explore, pilots, n, turn):
+    """Returns of .3 to 1, some by coin, and unequal probabilities: the deep tree. The groups' probabilities add up to those of their states."""
     tree, policy = facts_credit.DEEP, facts_credit.SKEWED
-    fixed = algorithms.make("rtpo", {"n_siblings": n}).stages(3)[1]
-    stage = make(explore=explore, pilots=pilots, n_siblings=n).stages(3)[1]
-    assert sum(chance for chance, _ in lab.boundary_groups(tree, policy, tree.reach(policy), stage)) == pytest.approx(0.5 + 0.3)
-    goal, found = expected(tree, policy, fixed), expected(tree, policy, stage)
-    true = tree.gradient(policy, tree.reach(policy))
-    for state in ("L", "R"):
+    fixed = algorithms.make("rtpo", {"n_siblings": n}).stages(turn + 1)[0]
+    stage = make(explore=explore, pilots=pilots, n_siblings=n).stages(turn + 1)[0]
+    reach, true = tree.reach(policy), tree.gradient(policy, tree.reach(policy))
+    states = [state for state in tree.moves if tree.turn[state] == turn]
+    assert sum(chance for chance, _ in lab.boundary_groups(tree, policy, reach, stage)) == pytest.approx(sum(reach[state] for state in states))
+    goal, found, naive = expected(tree, policy, fixed), expected(tree, policy, stage), expected(tree, policy, stage, divided=False)
+    for state in states:
         assert found[state] == pytest.approx(goal[state], abs=1e-12)
         assert found[state] == pytest.approx([(1 - 1 / n) * value for value in true[state]], abs=1e-12)
-    naive = expected(tree, policy, stage, divided=False)
-    assert (max(abs(naive["R"][0] - goal["R"][0]), abs(naive["L"][0] - goal["L"][0])) > 1e-3) is (explore < 1)
+    assert (max(abs(naive[state][0] - goal[state][0]) for state in states) > 1e-3) is (explore < 1)
 
 
 def test_a_sampled_group_says_what_decided_about_it():
