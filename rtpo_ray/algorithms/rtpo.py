@@ -10,8 +10,8 @@ then whoever sampled, and `rho_min`, `rho_max` bound the weight of the stale con
 
 A group whose siblings all return the same teaches nothing, which with success probability p happens to p^n + (1 - p)^n of them. With
 `sibling_budget` adaptive a boundary gets `pilots` first, and the rest of its siblings only where these disagree, or by a coin; see
-`algorithms.budget` for why the expected update stays the same. That raises the share of siblings with an advantage, by much where most
-boundaries are decided; it does not lower the variance of an update at equal tokens unless they are (tests/bench/allocation.py).
+`algorithms.budget` for why the expected update stays the same. It raises the share of siblings with an advantage, most where most boundaries
+are decided; the variance of an update at equal tokens is lowest with few siblings at many boundaries (tests/bench/allocation.py).
 """
 
 from __future__ import annotations
