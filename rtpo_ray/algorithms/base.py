@@ -27,7 +27,8 @@ class Stage:
 
     turn: siblings branch off at this turn's boundaries, and the stage is skipped when there are none; None: wherever `branches` says.
     n_siblings: of each of these boundaries, the trunk included when it is one of them; with `pilots`, of those that are extended.
-    pilots: siblings that every boundary gets before the rest of `n_siblings` is given to some (algorithms.budget); 0: all get all at once.
+    pilots: siblings that every boundary gets before the rest of `n_siblings` is given to some; 0: all get all at once. Credit must then weigh a
+        group by `algorithms.budget.share_of`, as `own_turn` does when it is told.
     explore: probability that a boundary gets the rest when its pilots' returns agree.
     baseline: "task": all rollouts of a task are one group and every turn is trained; "boundary": the siblings of one boundary are, and
         only the turn that follows it is trained.
@@ -47,6 +48,9 @@ class Stage:
 
     def __post_init__(self) -> None:
         _one_of(self, "baseline", "task", "boundary")
+        if self.pilots and (not 2 <= self.pilots < self.n_siblings or not 0 < self.explore <= 1 or self.with_trunk or self.merge):
+            raise ValueError(f"pilots is {self.pilots} with n_siblings {self.n_siblings}, explore {self.explore}, with_trunk {self.with_trunk} and "
+                             f"merge {self.merge}; expected 2 <= pilots < n_siblings, 0 < explore <= 1, and neither of the others")
 
     @property
     def siblings_a_boundary(self) -> tuple[int, int]:

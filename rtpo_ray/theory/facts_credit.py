@@ -148,7 +148,7 @@ def adaptive_budget(pipeline: Pipeline) -> list[Line]:
             expected, found = (_expected(pipeline, tree, policy, stage) for stage in (one, other))
             gap = max(abs(a - b) for state in tree.moves for a, b in zip(expected[state], found[state], strict=True))
             lines.append(Line(f"adaptive - fixed expected update, turn {one.turn} of the {name}, largest entry", 0.0, gap, within=1e-12))
-    stage = algorithms.make("rtpo", {"n_siblings": 3, "sibling_budget": "adaptive", "explore": 0.5}).stages(1)[0]
+    stage = algorithms.make("rtpo", {"n_siblings": 3, "sibling_budget": "adaptive", "pilots": 2, "explore": 0.5}).stages(1)[0]
     sure, coin = Tree({"start": (1.0, 0.0)}), Tree({"start": (Coin(0.1), Coin(0.1))})
     whole, naive = (_expected(pipeline, sure, sure.uniform(), stage, divided)["start"][0] for divided in (True, False))
     lines += [Line("expected update, R = 1 or 0 by the action, n = 3: (1 - 1/n) / 4", 1 / 6, whole),

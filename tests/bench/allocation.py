@@ -250,7 +250,6 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             table = compare([spend(pools, tokens, one, args.draws) for one in ALLOCATIONS])
             points.append({"task": name, "sweeps": target, "trunk_success": success, "boundaries": len(pools), "allocations": table})
             show(points[-1])
-        player.generator._engine.close()
     return points
 
 
@@ -283,6 +282,10 @@ def main() -> None:
     parser.add_argument("--sweeps", type=int, help="of training before the second measurement")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "allocation.json")
     args = parser.parse_args()
+    if len(args.tasks) > 1:  # an engine lives as long as its process
+        for name in args.tasks:
+            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--tasks", name], check=True)
+        return
     torch.set_num_threads(1)
     pools = mixed(40, 32)
     points = [{"task": "mixed", "sweeps": 0, "trunk_success": 0.5, "boundaries": len(pools),

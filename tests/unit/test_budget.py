@@ -8,7 +8,7 @@ from records import credited, group, sibling, trunk
 
 from pipelines import branching, counts, credit, rows
 from rtpo_ray import algorithms
-from rtpo_ray.algorithms.base import Branch
+from rtpo_ray.algorithms.base import Branch, Stage
 from rtpo_ray.algorithms.budget import chance_of_more, is_extended, share_of
 from rtpo_ray.theory import facts_credit, lab
 
@@ -77,13 +77,22 @@ def test_requests_ask_for_pilots_and_say_what_may_follow():
     ({"merge_groups": True}, r"merge_groups is True; with sibling_budget adaptive every boundary's own pilots decide about it"),
     ({"sync_every": 0, "rho_max": 2.0}, r"rho_max is 2.0; with sibling_budget adaptive the returns that decided"),
     ({"sibling_budget": "fixed", "explore": 0.5}, r"pilots is 3; with sibling_budget fixed every boundary gets n_siblings at once"),
-    ({"sibling_budget": "fixed", "pilots": 2}, r"explore is 0.25; with sibling_budget fixed"),
+    ({"sibling_budget": "fixed", "pilots": 4}, r"explore is 0.25; with sibling_budget fixed"),
     ({"sibling_budget": "adaptiv"}, r"sibling_budget is 'adaptiv'; valid choices: fixed, adaptive"),
     ({"pilots": 1}, r"pilots is 1; expected at least 2 \(one return cannot differ from itself\)"),
     ({"explore": 0.0}, r"explore is 0.0; expected more than 0"), ({"explore": 1.5}, r"explore is 1.5; expected at most 1")])
 def test_options_that_cannot_work_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make(**{"pilots": 3, **options})
+
+
+@pytest.mark.parametrize("changes", [
+    {"pilots": 1}, {"pilots": 4}, {"explore": 0.0}, {"explore": 1.1}, {"with_trunk": True}, {"merge": True}], ids=str)
+def test_a_stage_with_impossible_pilots_is_refused(changes):
+    plain = {"turn": 0, "n_siblings": 4, "pilots": 2, "explore": 0.5, "baseline": "boundary", "with_trunk": False}
+    assert Stage(**plain).siblings_a_boundary == (2, 4)
+    with pytest.raises(ValueError, match="expected 2 <= pilots < n_siblings, 0 < explore <= 1, and neither of the others"):
+        Stage(**{**plain, **changes})
 
 
 # --- credit
@@ -120,24 +129,24 @@ def test_pilots_that_were_not_followed_are_filtered_and_their_group_stays_in_the
 
 
 def expected(tree, policy, stage, **options):
-    """(largest entry of the expected update of `stage`, the update itself)."""
+    """The expected update of `stage`, by state."""
     return facts_credit._expected(PIPELINE, tree, policy, stage, **options)
 
 
-@pytest.mark.parametrize(("explore", "pilots", "n"), [(0.1, 2, 3), (1.0, 2, 3), (0.3, 3, 4)])
-def test_the_expected_update_is_that_of_the_fixed_allocation_and_no_other(explore, pilots, n):
-    """Returns .3, .7 by coin, ... and unequal probabilities: turn 1 of the deep tree. The group's probabilities add up to those of its state."""
+@pytest.mark.parametrize(("explore", "pilots", "n", "turn"), [(0.1, 2, 3, 1), (1.0, 2, 3, 1), (0.3, 3, 4, 2)])
+def test_the_expected_update_is_that_of_the_fixed_allocation_and_no_other(explore, pilots, n, turn):
+    """Returns of .3 to 1, some by coin, and unequal probabilities: the deep tree. The groups' probabilities add up to those of their states."""
     tree, policy = facts_credit.DEEP, facts_credit.SKEWED
-    fixed = algorithms.make("rtpo", {"n_siblings": n}).stages(3)[1]
-    stage = make(explore=explore, pilots=pilots, n_siblings=n).stages(3)[1]
-    assert sum(chance for chance, _ in lab.boundary_groups(tree, policy, tree.reach(policy), stage)) == pytest.approx(0.5 + 0.3)
-    goal, found = expected(tree, policy, fixed), expected(tree, policy, stage)
-    true = tree.gradient(policy, tree.reach(policy))
-    for state in ("L", "R"):
+    fixed = algorithms.make("rtpo", {"n_siblings": n}).stages(turn + 1)[0]
+    stage = make(explore=explore, pilots=pilots, n_siblings=n).stages(turn + 1)[0]
+    reach, true = tree.reach(policy), tree.gradient(policy, tree.reach(policy))
+    states = [state for state in tree.moves if tree.turn[state] == turn]
+    assert sum(chance for chance, _ in lab.boundary_groups(tree, policy, reach, stage)) == pytest.approx(sum(reach[state] for state in states))
+    goal, found, naive = expected(tree, policy, fixed), expected(tree, policy, stage), expected(tree, policy, stage, divided=False)
+    for state in states:
         assert found[state] == pytest.approx(goal[state], abs=1e-12)
         assert found[state] == pytest.approx([(1 - 1 / n) * value for value in true[state]], abs=1e-12)
-    naive = expected(tree, policy, stage, divided=False)
-    assert (max(abs(naive["R"][0] - goal["R"][0]), abs(naive["L"][0] - goal["L"][0])) > 1e-3) is (explore < 1)
+    assert (max(abs(naive[state][0] - goal[state][0]) for state in states) > 1e-3) is (explore < 1)
 
 
 def test_a_sampled_group_says_what_decided_about_it():
