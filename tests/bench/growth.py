@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +294,10 @@ def generators(repeats: int) -> dict[str, Any]:
             "exponent": exponent(list(times), list(times.values()))}
 
 
-def cluster(repeats: int) -> dict[str, Any]:
+MEMBERS = (8, 16, 32, 64, 256)  # of the pool; more than 64 share 32 processes
+
+
+def cluster(repeats: int, members: Sequence[int] = MEMBERS) -> dict[str, Any]:
     import coordinator as bench
     import ray
 
@@ -301,7 +305,7 @@ def cluster(repeats: int) -> dict[str, Any]:
              _system_config=bench.KEEP_WORKERS)
     try:
         bench.quiet_ray_data()
-        rows = [bench.measure(count, min(count, 64 if count < 256 else 32), bench.EACH * count, repeats) for count in (8, 16, 32, 64, 256)]
+        rows = [bench.measure(count, count if count <= 64 else 32, bench.EACH * count, repeats) for count in members]
     finally:
         ray.shutdown()
     found: dict[str, Any] = {"x": "generators, 256 siblings each", "seconds": "CPU of a stage, of the coordinator and of the pool"}
@@ -309,7 +313,7 @@ def cluster(repeats: int) -> dict[str, Any]:
         times = {row["generators"]: row[f"{who}_cpu_s_per_1000"] * row["siblings"] / 1000 for row in rows}
         found |= {f"{who}_times": times, f"{who}_exponent": exponent(list(times), list(times.values()))}
     found["wall_s_per_1000_siblings"] = {row["generators"]: row["wall_s_per_1000"] for row in rows}
-    return found | {"exponent": found["coordinator_exponent"]}
+    return found | {"exponent": max(found["coordinator_exponent"], found["pool_exponent"])}
 
 
 def of_rank(rank: int, world: int, path: str, each: int) -> float:
@@ -337,19 +341,21 @@ def ranks(repeats: int) -> dict[str, Any]:
             "exponent": exponent(list(times), list(times.values()))}
 
 
-PARTS = {part.__name__: part for part in (groups, turns, learner, prefill, generators, ranks, cluster)}
+PARTS: dict[str, Callable[[int], dict[str, Any]]] = {part.__name__: part for part in (groups, turns, learner, prefill, generators, ranks, cluster)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="of every size (5)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts; the others stay as they were in the results")
+    parser.add_argument("--members", type=int, nargs="+", default=list(MEMBERS), help="of the pool of cluster, in turn")
     args = parser.parse_args()
+    parts = PARTS | {"cluster": partial(cluster, members=args.members)}
     kept = RESULTS / "growth.json"
     found: dict[str, Any] = json.loads(kept.read_text())["figures"] if kept.exists() else {}
     for name in args.only:
         started = time.perf_counter()
-        found[name] = PARTS[name](args.repeats)
+        found[name] = parts[name](args.repeats)
         print(f"{name}: exponent {found[name]['exponent']:.2f} of {found[name]['seconds']} by {found[name]['x']} "
               f"({time.perf_counter() - started:.0f} s)\n   {found[name]}", flush=True)
         write("growth", "seconds of a stage against its size: exponents, 1 is linear", found,
