@@ -12,7 +12,8 @@ several processes share this machine's cores. x is
     turns        tokens that a whole sweep of RTPO generates, K = 2 to 16: they grow with K^2, since stage k continues its siblings for K - k turns,
                  and the contexts that are recorded beside them with K^3
     prefill, learner    floating-point operations of so many sequences of 64 to 2,048 tokens, those of attention grow with the square of the length
-    generators   1 to 3 engines with as many siblings each: CPU seconds of all of them
+    generators   1 to 3 engines with as many siblings each: CPU seconds of all of them, while all three are at work, so that the cores are as busy
+                 whatever is counted; and wall seconds with so many at work, for which this machine has two cores
     cluster      8 to 64 actors, and 256 members that share 32, with 256 siblings each: CPU seconds of the coordinator and of the pool
     ranks        1 to 3 learner ranks with as many samples each: CPU seconds of all of them
 """
@@ -275,21 +276,21 @@ def generators(repeats: int) -> dict[str, Any]:
             process.start()
             members.append((process, ours))
         assert all(pipe.poll(240) and pipe.recv() == "ready" for _, pipe in members), "an engine did not start in 240 s"
-        walls: dict[int, list[float]] = {}
 
-        def once(count: int) -> float:
+        def work(count: int, busy: int) -> tuple[float, float]:
+            """CPU seconds of `count` engines, and wall seconds, while `busy` of them work."""
             started = time.perf_counter()
-            for _, pipe in members[:count]:
+            for _, pipe in members[:busy]:
                 pipe.send(each)
-            assert all(pipe.poll(120) for _, pipe in members[:count]), "an engine did not answer in 120 s"
-            walls.setdefault(count, []).append(time.perf_counter() - started)
-            return sum(pipe.recv() for _, pipe in members[:count])
+            assert all(pipe.poll(120) for _, pipe in members[:busy]), "an engine did not answer in 120 s"
+            return sum([pipe.recv() for _, pipe in members[:busy]][:count]), time.perf_counter() - started
 
-        times = alternating([1, 2, 3], once, repeats)
+        times = alternating([1, 2, 3], lambda count: work(count, 3)[0], repeats)
+        walls = alternating([1, 2, 3], lambda count: work(count, count)[1], repeats)
         for process, pipe in members:
             pipe.send(0)
             process.join(30)
-    per_1000 = {size: 1000 * statistics.median(values[1:]) / (size * each) for size, values in walls.items()}
+    per_1000 = {size: 1000 * seconds / (size * each) for size, seconds in walls.items()}
     return {"x": "engines, 256 responses each", "seconds": "CPU of all engines", "times": times, "wall_s_per_1000_siblings": per_1000,
             "exponent": exponent(list(times), list(times.values()))}
 
