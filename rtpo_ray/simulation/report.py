@@ -95,6 +95,21 @@ def lines(what: Scene, found: Sequence[dict[str, Any]]) -> list[str]:
              "| overlap | generators | learners | at equal generated tokens | at equal trained tokens |", "|---|--:|--:|--:|--:|"]
     made += [f"| {'on' if row['overlap'] else 'off'} | {row['generators']} | {row['ranks']} | {row['grpo']['generated']:.2f} | "
              f"{row['grpo']['trained']:.2f} |" for row in found if row["method"] == "rtpo"]
+    return made + (_by_part(found) if len({(row["generators"], row["ranks"]) for row in found}) == 1 else [])
+
+
+def _by_part(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Trunks and stages of each sweep, for one shape."""
+    made = ["", "| method | overlap | part | rollouts | seconds | sample | learn | push | other | generators busy | learners busy |",
+            "|---|---|---|" + "--:|" * 8]
+    for row in found:
+        for part in row["parts"]:
+            name = {-1: "trunks", None: "all turns"}.get(part["turn"], f"turn {part['turn']}")
+            seconds = [f"{part[field]:.2f}" for field in ("total", "generate", "learn", "push", "other")]
+            total = max(part["total"], 1e-9)
+            busy = [f"{part['generator_busy'] / (row['generators'] * total):.0%}", f"{part['learner_busy'] / total:.0%}"]
+            cells = [row["method"], "on" if row["overlap"] else "off", name, f"{part['rollouts']:,}", *seconds, *busy]
+            made.append("| " + " | ".join(cells) + " |")
     return made
 
 

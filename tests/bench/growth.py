@@ -12,7 +12,8 @@ several processes share this machine's cores. x is
     turns        tokens that a whole sweep of RTPO generates, K = 2 to 16: they grow with K^2, since stage k continues its siblings for K - k turns,
                  and the contexts that are recorded beside them with K^3
     prefill, learner    floating-point operations of so many sequences of 64 to 2,048 tokens, those of attention grow with the square of the length
-    generators   1 to 3 engines with as many siblings each: CPU seconds of all of them
+    generators   1 to 3 engines with as many siblings each: CPU seconds of all of them, while all three are at work, so that the cores are as busy
+                 whatever is counted; and wall seconds with so many at work, for which this machine has two cores
     cluster      8 to 64 actors, and 256 members that share 32, with 256 siblings each: CPU seconds of the coordinator and of the pool
     ranks        1 to 3 learner ranks with as many samples each: CPU seconds of all of them
 """
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,26 +276,29 @@ def generators(repeats: int) -> dict[str, Any]:
             process.start()
             members.append((process, ours))
         assert all(pipe.poll(240) and pipe.recv() == "ready" for _, pipe in members), "an engine did not start in 240 s"
-        walls: dict[int, list[float]] = {}
 
-        def once(count: int) -> float:
+        def work(count: int, busy: int) -> tuple[float, float]:
+            """CPU seconds of `count` engines, and wall seconds, while `busy` of them work."""
             started = time.perf_counter()
-            for _, pipe in members[:count]:
+            for _, pipe in members[:busy]:
                 pipe.send(each)
-            assert all(pipe.poll(120) for _, pipe in members[:count]), "an engine did not answer in 120 s"
-            walls.setdefault(count, []).append(time.perf_counter() - started)
-            return sum(pipe.recv() for _, pipe in members[:count])
+            assert all(pipe.poll(120) for _, pipe in members[:busy]), "an engine did not answer in 120 s"
+            return sum([pipe.recv() for _, pipe in members[:busy]][:count]), time.perf_counter() - started
 
-        times = alternating([1, 2, 3], once, repeats)
+        times = alternating([1, 2, 3], lambda count: work(count, 3)[0], repeats)
+        walls = alternating([1, 2, 3], lambda count: work(count, count)[1], repeats)
         for process, pipe in members:
             pipe.send(0)
             process.join(30)
-    per_1000 = {size: 1000 * statistics.median(values[1:]) / (size * each) for size, values in walls.items()}
+    per_1000 = {size: 1000 * seconds / (size * each) for size, seconds in walls.items()}
     return {"x": "engines, 256 responses each", "seconds": "CPU of all engines", "times": times, "wall_s_per_1000_siblings": per_1000,
             "exponent": exponent(list(times), list(times.values()))}
 
 
-def cluster(repeats: int) -> dict[str, Any]:
+MEMBERS = (8, 16, 32, 64, 256)  # of the pool; more than 64 share 32 processes
+
+
+def cluster(repeats: int, members: Sequence[int] = MEMBERS) -> dict[str, Any]:
     import coordinator as bench
     import ray
 
@@ -301,7 +306,7 @@ def cluster(repeats: int) -> dict[str, Any]:
              _system_config=bench.KEEP_WORKERS)
     try:
         bench.quiet_ray_data()
-        rows = [bench.measure(count, min(count, 64 if count < 256 else 32), bench.EACH * count, repeats) for count in (8, 16, 32, 64, 256)]
+        rows = [bench.measure(count, count if count <= 64 else 32, bench.EACH * count, repeats) for count in members]
     finally:
         ray.shutdown()
     found: dict[str, Any] = {"x": "generators, 256 siblings each", "seconds": "CPU of a stage, of the coordinator and of the pool"}
@@ -309,7 +314,7 @@ def cluster(repeats: int) -> dict[str, Any]:
         times = {row["generators"]: row[f"{who}_cpu_s_per_1000"] * row["siblings"] / 1000 for row in rows}
         found |= {f"{who}_times": times, f"{who}_exponent": exponent(list(times), list(times.values()))}
     found["wall_s_per_1000_siblings"] = {row["generators"]: row["wall_s_per_1000"] for row in rows}
-    return found | {"exponent": found["coordinator_exponent"]}
+    return found | {"exponent": max(found["coordinator_exponent"], found["pool_exponent"])}
 
 
 def of_rank(rank: int, world: int, path: str, each: int) -> float:
@@ -337,19 +342,21 @@ def ranks(repeats: int) -> dict[str, Any]:
             "exponent": exponent(list(times), list(times.values()))}
 
 
-PARTS = {part.__name__: part for part in (groups, turns, learner, prefill, generators, ranks, cluster)}
+PARTS: dict[str, Callable[[int], dict[str, Any]]] = {part.__name__: part for part in (groups, turns, learner, prefill, generators, ranks, cluster)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="of every size (5)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts; the others stay as they were in the results")
+    parser.add_argument("--members", type=int, nargs="+", default=list(MEMBERS), help="of the pool of cluster, in turn")
     args = parser.parse_args()
+    parts = PARTS | {"cluster": partial(cluster, members=args.members)}
     kept = RESULTS / "growth.json"
     found: dict[str, Any] = json.loads(kept.read_text())["figures"] if kept.exists() else {}
     for name in args.only:
         started = time.perf_counter()
-        found[name] = PARTS[name](args.repeats)
+        found[name] = parts[name](args.repeats)
         print(f"{name}: exponent {found[name]['exponent']:.2f} of {found[name]['seconds']} by {found[name]['x']} "
               f"({time.perf_counter() - started:.0f} s)\n   {found[name]}", flush=True)
         write("growth", "seconds of a stage against its size: exponents, 1 is linear", found,

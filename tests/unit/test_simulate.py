@@ -280,6 +280,12 @@ def test_the_command_prints_a_table_json_and_a_figure(tmp_path, monkeypatch, cap
     assert cli.main(base) == 0
     table = capsys.readouterr().out
     assert table.count("| rtpo | o") == 4 and "RTPO's seconds a token over GRPO's" in table and f"as {file} says" in table
+    assert "| turn 2 |" not in table
+    assert cli.main(["simulate", "--machine", str(file), "--generators", "1", "--learners", "1"]) == 0
+    parts = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.count(" | ") == 10][1:]
+    assert [line[2] for line in parts] == ["trunks", "turn 2", "turn 1", "turn 0", "trunks", "all turns", "trunks", "turn 2", "turn 1", "turn 0",
+                                           "all turns"]
+    assert float(parts[1][4]) == pytest.approx(sum(map(float, parts[1][5:9])), abs=0.03)
     assert cli.main([*base, "--json", "--figure", str(tmp_path / "out.svg")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["sweeps"]) == 8 and found["machine"]["step"] == 0.01
