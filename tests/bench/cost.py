@@ -82,7 +82,8 @@ def main() -> None:
     for method in METHODS:
         of = figures[method]
         print(f"{method}: {of['seconds_a_step']:.2f} s a sweep, {of['generated_tokens_a_step']:.0f} tokens generated, "
-              f"{of['trained_tokens_a_step']:.0f} trained; " + ", ".join(f"{phase} {of['phases'][phase]:.2f}" for phase in PHASES))
+              f"{of['trained_tokens_a_step']:.0f} trained in {of['learner_tokens_a_step']:.0f} positions; "
+              + ", ".join(f"{phase} {of['phases'][phase]:.2f}" for phase in PHASES))
     for key in figures:
         if key.startswith(("times", "each", "extra")):
             print(key, figures[key])
