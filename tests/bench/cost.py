@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -65,6 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ |= QUIET
     os.chdir(ROOT)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the sides too
     answers = measure(args.pairs, args.sweeps, args.overrides)
     figures: dict[str, Any] = {method: summary(found) for method, found in answers.items()}
     targets = []
