@@ -40,6 +40,7 @@ def measure(pairs: int, sweeps: int, given: list[str]) -> dict[str, list[dict[st
     from rtpo_ray.policy.tiny import materialise
 
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _system_config=KEEP_WORKERS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the sides too; Ray has put a handler of its own in place
     address = ray.get_runtime_context().gcs_address
     runs = {entry.label: entry.config for entry in load_comparison(ROOT / "conf/compare/lookup.yaml", ["cluster.address=elsewhere", *given])
             .runs if entry.seed == 0}
@@ -66,7 +67,6 @@ def main() -> None:
     args = parser.parse_args()
     os.environ |= QUIET
     os.chdir(ROOT)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the sides too
     answers = measure(args.pairs, args.sweeps, args.overrides)
     figures: dict[str, Any] = {method: summary(found) for method, found in answers.items()}
     targets = []
