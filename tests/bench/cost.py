@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -39,6 +40,7 @@ def measure(pairs: int, sweeps: int, given: list[str]) -> dict[str, list[dict[st
     from rtpo_ray.policy.tiny import materialise
 
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _system_config=KEEP_WORKERS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the sides too; Ray has put a handler of its own in place
     address = ray.get_runtime_context().gcs_address
     runs = {entry.label: entry.config for entry in load_comparison(ROOT / "conf/compare/lookup.yaml", ["cluster.address=elsewhere", *given])
             .runs if entry.seed == 0}
@@ -82,7 +84,8 @@ def main() -> None:
     for method in METHODS:
         of = figures[method]
         print(f"{method}: {of['seconds_a_step']:.2f} s a sweep, {of['generated_tokens_a_step']:.0f} tokens generated, "
-              f"{of['trained_tokens_a_step']:.0f} trained; " + ", ".join(f"{phase} {of['phases'][phase]:.2f}" for phase in PHASES))
+              f"{of['trained_tokens_a_step']:.0f} trained in {of['learner_tokens_a_step']:.0f} positions; "
+              + ", ".join(f"{phase} {of['phases'][phase]:.2f}" for phase in PHASES))
     for key in figures:
         if key.startswith(("times", "each", "extra")):
             print(key, figures[key])

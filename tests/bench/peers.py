@@ -18,6 +18,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -76,9 +77,9 @@ class Shape:
 
 SHAPES = {
     "short-64": Shape(what="one call of a tool, 12 tokens", completions=64, tokens=32, steps=6),
-    "short-512": Shape(what="one call of a tool, 12 tokens", completions=512, tokens=32),
+    "short-512": Shape(what="one call of a tool, 12 tokens", completions=512, tokens=32, steps=1),
     "hops-64": Shape(what="two look-ups and the answer, three turns", completions=64, tokens=32, turns=3),
-    "hops-512": Shape(what="two look-ups and the answer, three turns", completions=512, tokens=32, turns=3, steps=2),
+    "hops-512": Shape(what="two look-ups and the answer, three turns", completions=512, tokens=32, turns=3, steps=1),
     "long-64": Shape(what="256 tokens", completions=64, tokens=256, endless=True, steps=1),
     "long-512": Shape(what="128 tokens", completions=512, tokens=128, endless=True, steps=1),
     "smollm2-32": Shape(what="SmolLM2-135M, 64 tokens", completions=32, tokens=64, endless=True, model="smollm2", steps=1),
@@ -230,6 +231,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ |= QUIET
     os.chdir(ROOT)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the sides too
     python, found = environment(args.venv.expanduser()), {}
     for name in args.shapes:
         found[name] = compare(SHAPES[name], args.pairs, python, args.tune)

@@ -43,7 +43,7 @@ class Side:
 
     def __init__(self, name: str, argv: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
         self.name, self._log, self._answers = name, log, list[dict[str, Any]]()
-        self._more = threading.Condition()
+        self._more, self._ended = threading.Condition(), False
         with log.open("w") as errors:
             self._process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **variables}, text=True,
                                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
@@ -60,16 +60,20 @@ class Side:
                         self._answers.append(json.loads(line[len(MARK):]))
                         self._more.notify_all()
         with self._more:
+            self._ended = True
             self._more.notify_all()
 
     def steps(self, count: int, patience: float) -> dict[str, Any]:
         """Have it do so many. Raises RuntimeError when it ends or is silent for `patience` seconds."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"steps": count}) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended: said below, with what its log says
+            self._process.stdin.write(json.dumps({"steps": count}) + "\n")
+            self._process.stdin.flush()
         with self._more:
-            self._more.wait_for(lambda: bool(self._answers) or self._process.poll() is not None, patience)
+            self._more.wait_for(lambda: bool(self._answers) or self._ended, patience)
             if not self._answers:
+                if self._ended:  # its output is at an end, and so is it
+                    self._process.wait(30)
                 tail = "\n".join(self._log.read_text().splitlines()[-15:])
                 raise RuntimeError(f"{self.name}: no answer to {count} steps within {patience:g} s (exit code {self._process.poll()}); "
                                    f"its log {self._log} ends with\n{tail}")
@@ -99,7 +103,8 @@ class Side:
         """End it; asked first, since its actors go with it."""
         assert self._process.stdin is not None
         if self._process.poll() is None:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
             try:
                 self._process.wait(60)
             except subprocess.TimeoutExpired:
