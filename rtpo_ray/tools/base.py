@@ -80,7 +80,7 @@ class Toolset:
 
 
 @functools.cache
-def _tool_names(toolset: type[Toolset]) -> tuple[str, ...]:
+def _tool_names(toolset: type) -> tuple[str, ...]:
     """Every call of a tool asks, and looking through all members takes longer than most tools."""
     return tuple(name for name, member in inspect.getmembers(toolset) if getattr(member, "_is_tool", False))
 
