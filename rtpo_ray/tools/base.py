@@ -76,7 +76,7 @@ class Toolset:
         """Let go of processes and connections; the episode is over. May be called twice."""
 
     def _methods(self) -> dict[str, Callable[..., str]]:
-        return {name: getattr(self, name) for name in _tool_names(type(self))}
+        return {name: getattr(self, name) for name in _tool_names(type(self))}  # type: ignore[arg-type]  # mypy takes a class for one without a hash
 
 
 @functools.cache
