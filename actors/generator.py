@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -35,6 +36,8 @@ from rtpo_ray.types import Boundary, Completion, Group, PushTimes, Rollout, Samp
 if TYPE_CHECKING:
     from rtpo_ray.weights.channel import WeightChannel
 
+SPARE = 3.0  # times what a group is expected to take: what its trunk took is a guess, and of several siblings one takes longest
+
 
 class Generator:
     """Args:
@@ -53,8 +56,9 @@ class Generator:
         self._name, self._make_environment, self._template = name, make_environment, template
         self._settings, self._overlong, self._conceal = settings, overlong, conceal
         self._timeline = Timeline(name)
-        self._environments, self._slots = Slots(concurrency), Slots(slots or concurrency)
-        self._occupancy = Occupancy(slots or concurrency, self._timeline)
+        self._n_slots = slots or concurrency
+        self._environments, self._slots = Slots(concurrency), Slots(self._n_slots)
+        self._occupancy = Occupancy(self._n_slots, self._timeline)
         self._channel: WeightChannel | None = None
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(concurrency, "environment"))  # a step that waits for a thread would overrun its deadline
@@ -93,8 +97,9 @@ class Generator:
         Yields `ask.chunk` consecutive groups at a time, in the order of the requests, as soon as all of them are complete: order and borders are
         the same in every run. Whoever stops taking them ends the rollouts that are left.
         """
-        work = [functools.partial(self._group, row, place, ask) for place, row in enumerate(requests.to_pylist())]
-        async for made in self._in_chunks(work, ask.chunk):
+        rows, size = requests.to_pylist(), ask.chunk or max(1, len(requests))
+        work = [functools.partial(self._group, row, rank, ask) for row, rank in zip(rows, _ranks(rows, self._n_slots, size), strict=True)]
+        async for made in self._in_chunks(work, size):
             yield groups_to_table(made)
 
     async def _in_chunks(self, work: Sequence[Callable[[], Coroutine[Any, Any, Any]]], size: int) -> AsyncIterator[list[Any]]:
@@ -163,10 +168,9 @@ class Generator:
         name = "trunk" if ask.keep_boundaries else "evaluation"
         return await self._rollout(name, f"{task.task_id}/{trunk}", task.task_id, ask, lambda episode: episode.reset(task), rank)
 
-    async def _group(self, row: dict[str, Any], place: int, ask: Ask) -> Group:
+    async def _group(self, row: dict[str, Any], rank: Rank, ask: Ask) -> Group:
         """The group of one REQUESTS row: its siblings, or pilots and, when these ask for them, others."""
         boundary = Boundary(**row["boundary"])
-        rank = (-float(row["expected_tokens"] or 0), float(place))  # siblings of one boundary near each other: they share its context
 
         async def sample(indices: range) -> list[Rollout]:
             return await asyncio.gather(*(
@@ -230,6 +234,19 @@ class Generator:
     async def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Do `work` on the episode loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+def _ranks(rows: list[dict[str, Any]], slots: int, size: int) -> list[Rank]:
+    """In which order the groups of these REQUESTS rows are begun; siblings of one stay near each other, since they share its context.
+
+    The longest first ends a stage earliest, but where groups are handed on in chunks of `size`, all chunks would be complete only at its end.
+    Those are begun in the order of the requests, unless one would then be left with less than `SPARE` times what it is expected to take.
+    """
+    expected = [float(row["expected_tokens"] or 0) for row in rows]
+    if size >= len(rows):
+        return [(-tokens, float(place)) for place, tokens in enumerate(expected)]
+    begins = list(itertools.accumulate((tokens * row["count"] / slots for tokens, row in zip(expected, rows, strict=True)), initial=0.0))
+    return [(min(begin, begins[-1] - SPARE * tokens), float(place)) for place, (begin, tokens) in enumerate(zip(begins, expected, strict=False))]
 
 
 async def _all_of(work: Sequence[asyncio.Task[Any]]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Sampling noise by counter: what a seed draws at a position depends on these two and on nothing else of the batch.
 
 vLLM keeps a torch.Generator a request and asks them one by one at every step. Here one hash of (seed, position) a row gives the seeds of the
-whole batch at once, and vLLM's own kernel makes Gumbel noise of them: 0.01 ms instead of 0.25 ms a step of 64 sequences, 1 ms of 256.
+whole batch at once, and vLLM's own kernel makes Gumbel noise of them: 0.02 ms a step of 64 sequences instead of 0.23, of 256 0.03 instead of 0.95.
 """
 
 from __future__ import annotations

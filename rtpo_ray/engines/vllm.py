@@ -42,7 +42,8 @@ YIELDS_PER_STEP = 4  # event loop turns between steps: a finished turn gives its
 
 @dataclass(slots=True)
 class _Request:
-    """A response under way. It is put together here: vLLM's own collecting takes a fifth of what its step costs outside the model."""
+    """A response under way. It is put together here: of 256 sequences vLLM's own collecting takes a seventh of what a step costs
+    outside the model."""
 
     future: asyncio.Future[Completion]
     context_ids: Sequence[int]

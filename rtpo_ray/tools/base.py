@@ -76,11 +76,11 @@ class Toolset:
         """Let go of processes and connections; the episode is over. May be called twice."""
 
     def _methods(self) -> dict[str, Callable[..., str]]:
-        return {name: getattr(self, name) for name in _tool_names(type(self))}
+        return {name: getattr(self, name) for name in _tool_names(type(self))}  # type: ignore[arg-type]  # mypy takes a class for one without a hash
 
 
 @functools.cache
-def _tool_names(toolset: type[Toolset]) -> tuple[str, ...]:
+def _tool_names(toolset: type) -> tuple[str, ...]:
     """Every call of a tool asks, and looking through all members takes longer than most tools."""
     return tuple(name for name, member in inspect.getmembers(toolset) if getattr(member, "_is_tool", False))
 

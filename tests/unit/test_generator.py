@@ -10,7 +10,7 @@ import pytest
 from chats import chat
 from worlds import Parrot, parrot_engine, settings
 
-from actors.generator import Generator
+from actors.generator import Generator, _ranks
 from actors.spawn import chat_template, episode_settings
 from pipelines.branching import requests
 from pipelines.collect import Ask
@@ -340,6 +340,17 @@ def test_the_longest_are_begun_first_and_who_has_begun_goes_on_first(generator):
     assert [sampling.seed for _, sampling in engine.requests] == [seed_of(rollout, turn) for rollout in order for turn in (1, 2)]
     assert [one.group_id for one in groups] == ["t0/0/1", "t1/0/1", "t2/0/1"]
     assert {sibling.generator for one in groups for sibling in one.siblings} == {"g"}
+
+
+def test_in_chunks_the_order_of_the_requests_stays_but_for_those_that_would_end_late(generator):
+    trunks = episodes(generator(), keep_boundaries=True)
+    engine = parrot_engine()
+    rows = wanted(*(request(one, 2, 1, expected_tokens=tokens) for one, tokens in zip(trunks, (30, 30, 200, 30, 30), strict=True)))
+    chunks(generator(engine, slots=1), rows, chunk=2)
+    assert [sampling.seed for _, sampling in engine.requests] == [seed_of(f"t{i}/0/2/0", 2) for i in (2, 0, 1, 3, 4)]
+    even = [{"expected_tokens": 30, "count": 1} for _ in range(10)]
+    assert _ranks(even, slots=1, size=2) == [*((30.0 * place, place) for place in range(7)), *((210.0, place) for place in (7, 8, 9))]
+    assert _ranks(even, slots=1, size=10) == [(-30.0, place) for place in range(10)]
 
 
 def test_slots_bound_the_engine_and_not_the_episodes(generator):
