@@ -114,9 +114,11 @@ def _number(value: Any) -> str:
 
 
 def _relative(argument: str) -> str:
-    """A path below this folder as seen from the repository's root; anything else as it is."""
-    path, root = Path(argument), Path(__file__).parents[2]
-    return str(path.resolve().relative_to(root)) if path.exists() and path.resolve().is_relative_to(root) else argument
+    """A path in the repository as seen from its root, one in the home directory by "~"; anything else as it is."""
+    path, root = Path(argument), Path(__file__).resolve().parents[2]
+    if path.exists() and path.resolve().is_relative_to(root):
+        return str(path.resolve().relative_to(root))
+    return argument.replace(str(Path.home()), "~", 1) if path.is_absolute() and path.is_relative_to(Path.home()) else argument
 
 
 def main() -> None:
