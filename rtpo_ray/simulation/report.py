@@ -143,8 +143,9 @@ def draw(path: Path, what: Scene, points: Sequence[dict[str, Any]]) -> None:
     from matplotlib.ticker import FuncFormatter, PercentFormatter
 
     figure = Figure(figsize=(10, 3.4), layout="constrained")
+    tokens = next(p["seconds_per_1000_siblings"] / p["seconds_per_million_tokens"] for p in points if p["method"] == "rtpo")  # 10^6, of 1,000
     panels: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
-        ("seconds for 10⁶ generated tokens", lambda p: p["seconds_per_million_tokens"]),
+        ("seconds for 1,000 siblings (GRPO: as many tokens)", lambda p: p["seconds_per_million_tokens"] * tokens),
         ("share of GPU time at work", lambda p: p["busy"]), ("share of GPUs that learn, best split", lambda p: p["learners"] / p["gpus"])]
     for axes, (title, value) in zip(figure.subplots(1, 3), panels, strict=True):
         for method, colour in (("rtpo", "tab:blue"), ("grpo", "tab:orange")):
@@ -156,7 +157,7 @@ def draw(path: Path, what: Scene, points: Sequence[dict[str, Any]]) -> None:
         axes.set_xticks(sorted({p["gpus"] for p in points}))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
         axes.tick_params(axis="x", labelrotation=45)
-        axes.set_title(title, fontsize=10)
+        axes.set_title(title, fontsize=9)
         axes.set_xlabel("GPUs")
         axes.grid(alpha=0.3)
         if axes is figure.axes[0]:
