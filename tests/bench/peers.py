@@ -188,7 +188,8 @@ def compare(shape: Shape, pairs: int, python: Path, tune: str) -> dict[str, Any]
         ratios = [y["seconds"] / x["seconds"] for x, y in zip(a, b, strict=True)]
         rate = ours["generated_tokens_a_second"] / theirs["generated_tokens_a_second"]
         return {"shape": {key: value for key, value in dataclasses.asdict(shape).items() if value not in ("", ())}, "ours": ours, "trl": theirs,
-                "times_faster": statistics.median(ratios), "times_faster_each": [round(ratio, 3) for ratio in ratios], "times_tokens_a_second": rate}
+                "times_faster": statistics.median(ratios), "times_faster_each": [round(ratio, 3) for ratio in ratios], "times_tokens_a_second": rate,
+                "times_less_cpu": theirs["cpu_seconds_a_step"] / ours["cpu_seconds_a_step"]}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -218,7 +219,8 @@ def tuned(which: str, shape: Shape, config: Config, model: Path, scratch: Path, 
 
 def line(name: str, of: dict[str, Any]) -> str:
     return (f"{name:12} ours {of['ours']['seconds_a_step']:7.3f} s a step, {of['ours']['generated_tokens_a_second']:7.0f} tokens/s; "
-            f"TRL {of['trl']['seconds_a_step']:7.3f} s, {of['trl']['generated_tokens_a_second']:7.0f} tokens/s; {of['times_faster']:.2f}x")
+            f"TRL {of['trl']['seconds_a_step']:7.3f} s, {of['trl']['generated_tokens_a_second']:7.0f} tokens/s; {of['times_faster']:.2f}x; "
+            f"CPU seconds {of['ours']['cpu_seconds_a_step']:.2f} and {of['trl']['cpu_seconds_a_step']:.2f}")
 
 
 def main() -> None:
