@@ -130,7 +130,7 @@ class Generator:
         def join() -> None:
             if self._channel is not None:
                 self._channel.close()
-            self._channel = WeightChannel(name, rank, world_size, host, port, device, timeout, bucket_bytes)
+            self._channel = WeightChannel(name, rank, world_size, host, port, device, timeout, bucket_bytes, self._timeline)
         await self._run(_call(join))
 
     async def receive_weights(self) -> tuple[int, str, PushTimes]:

@@ -107,7 +107,8 @@ class LearnerRank:
         if self._channel is not None:
             self._channel.close()
         host, port = self.rendezvous()
-        self._channel = WeightChannel(name, 0, world_size, host, port, self._device, self._weights.timeout, self._weights.bucket_mb << 20)
+        self._channel = WeightChannel(name, 0, world_size, host, port, self._device, self._weights.timeout, self._weights.bucket_mb << 20,
+                                      self._timeline)
 
     def send_weights(self, version: int) -> tuple[str, PushTimes | None]:
         """Broadcast the whole model from rank 0: (hash of what was sent, what it took). Collective over the gang: every rank helps to gather."""
