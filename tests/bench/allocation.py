@@ -39,6 +39,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import yaml  # noqa: E402
+from answers import whole  # noqa: E402
 
 from actors.generator import Generator  # noqa: E402
 from pipelines import branching, counts, credit, rows  # noqa: E402
@@ -103,11 +104,11 @@ class Player:
 
     def trunks(self, seed: int, number: int) -> Any:
         tasks = [Task(task_id=f"{seed}-{index}", seed=derive_seed(seed, index)) for index in range(number)]
-        return asyncio.run(self.generator.episodes(rows.tasks_to_table(tasks), self.ask(seed, keep_boundaries=True)))
+        return whole(self.generator.episodes(rows.tasks_to_table(tasks), self.ask(seed, keep_boundaries=True)))
 
     def groups(self, trunks: Any, turn: int, n: int, seed: int) -> Any:
         stage = next(stage for stage in algorithms.make("rtpo", {"n_siblings": n}).stages(self.turns) if stage.turn == turn)
-        return asyncio.run(self.generator.siblings(branching.requests(trunks, stage, self.method, seed), self.ask(seed)))
+        return whole(self.generator.siblings(branching.requests(trunks, stage, self.method, seed), self.ask(seed)))
 
     def sweep(self, seed: int) -> None:
         """One of fixed RTPO."""

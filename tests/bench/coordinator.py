@@ -54,11 +54,9 @@ class NoopGang:
     def __init__(self) -> None:
         self.ranks = [ray.remote(NoopRank).options(num_cpus=0).remote()]
 
-    def feed(self, block):
-        return self.ranks[0].receive.remote(block)
-
-    def counts(self, fed):
-        return sum(ray.get(list(fed), timeout=600), StageCounts())
+    def take(self, blocks, stream):
+        fed = [self.ranks[0].receive.remote(block) for block in blocks]
+        return Taken(counts=sum(ray.get(fed, timeout=600), StageCounts()), waited=0.0, overlapped=0.0)
 
     def update(self, n_groups, n_rollouts, seed):
         return UpdateResult(loss=0.0, grad_norm=0.0, logprob_gap_mean=0.0, logprob_gap_max=0.0, ratio_geomean=1.0, k3=0.0, clip_fraction=0.0,
@@ -109,15 +107,17 @@ def measure(generators, processes, siblings, repeats):
     coordinator._folder = tempfile.mkdtemp()
     coordinator._ledger = SimpleNamespace(append=lambda *args: None)
     (stage,) = algorithm.stages(1)
-    trunks, counts, _ = coordinator._trunks(0)
-    assert counts.boundaries[0] == tasks
+    with pytest.raises(StopIteration) as ended:
+        next(coordinator._trunks(0, evaluate=False))
+    trunks = ended.value.value
+    assert trunks.counts.boundaries[0] == tasks
     found = []
     for _ in range(repeats + 1):  # the first warms the workers up
         gc.collect()
         peak, before, started = Peak(), psutil.Process().memory_info().rss, time.perf_counter()
         own, of_pool = cpu(psutil.Process()), cpu(pool_process)
         peak.start()
-        event = coordinator._stage(0, 0, stage, trunks, counts)
+        event = coordinator._stage(0, 0, stage, trunks)
         peak.over.set()
         peak.join()
         assert event["siblings"] == tasks * SIBLINGS and not event["failed"]

@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/unit")]
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 import pyarrow as pa  # noqa: E402 - the variables above are read when torch is imported
+from answers import whole  # noqa: E402
 
 from actors.generator import Generator  # noqa: E402
 from pipelines.branching import requests  # noqa: E402
@@ -102,8 +103,8 @@ def tail_once(seed: int, groups: int, siblings: int, slots: int, turns: int, tas
     options = {"name": "g", "make_environment": world, "template": chat("chatml"), "overlong": "error", "concurrency": 4 * slots,
                "settings": settings(max_turns=turns, max_response_tokens=10_000, max_model_len=100_000)}
     maker = Generator(make_engine=lambda: parrot_engine(max_model_len=100_000), **options)
-    trunks = asyncio.run(maker.episodes(tasks_to_table([Task(task_id=f"t{i}", seed=i) for i in range(groups)]),
-                                        Ask(seed=SEED, temperature=1.0, keep_boundaries=True)))
+    trunks = whole(maker.episodes(tasks_to_table([Task(task_id=f"t{i}", seed=i) for i in range(groups)]),
+                                  Ask(seed=SEED, temperature=1.0, keep_boundaries=True)))
     rows = requests(trunks, Stage(turn=0, n_siblings=siblings, baseline="boundary", with_trunk=False), algorithms.make("rtpo", {}), SEED).to_pylist()
     lengths: dict[int, int] = {}
     for row in rows:
@@ -178,7 +179,7 @@ def prefix(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for pushed in (False, True):
         engine.load_weights(weights.items(), engine.weight_version + 1)
-        trunks = asyncio.run(made.episodes(tasks, Ask(seed=SEED, temperature=1.0, keep_boundaries=True)))
+        trunks = whole(made.episodes(tasks, Ask(seed=SEED, temperature=1.0, keep_boundaries=True)))
         counts = count_episodes(trunks)
         found[f"trunks{', again' if pushed else ''}"] = shares(counts.prompt_tokens, counts.shareable_prompt_tokens, counts.cached_prompt_tokens)
         for turn in reversed(range(config.environment.max_turns)):

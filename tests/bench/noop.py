@@ -3,7 +3,7 @@
 import pyarrow as pa
 
 from pipelines.counts import count_stage
-from pipelines.rows import GROUPS, ROLLOUT, ROLLOUTS, rollouts_to_table
+from pipelines.rows import GROUPS, ROLLOUT, ROLLOUTS, rollouts_to_table, unpack
 from rtpo_ray.types import Boundary, Rollout, TurnRecord, context_hash
 
 CONTEXT, RESPONSE = tuple(range(200, 264)), tuple(range(16))
@@ -55,7 +55,7 @@ class NoopGenerator:
 
 
 class NoopRank:
-    def receive(self, samples):
-        return count_stage(samples)
+    def receive(self, block):
+        return count_stage(unpack(block))
 
 

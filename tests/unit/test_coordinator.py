@@ -48,7 +48,7 @@ def test_lost_or_doubled_siblings_are_refused_with_the_numbers(counts):
 
 
 def test_pilots_may_stay_alone_or_be_followed_by_all_of_the_others():
-    adaptive = Stage(turn=1, n_siblings=4, pilots=2)
+    adaptive = Stage(turn=1, n_siblings=4, pilots=2, explore=0.5, with_trunk=False)
     for siblings in (6, 8, 12):
         check(adaptive, siblings=siblings, trained=siblings)
     for siblings in (5, 13):

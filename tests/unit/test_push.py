@@ -1,12 +1,12 @@
 """What a push of weights is made of: buckets, memory that is used again, phases; and that a stage without a step pushes nothing."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from actors.coordinator import Coordinator
+from actors.coordinator import Coordinator, Trunks
+from actors.gang import Taken
 from actors.publisher import Attempt, Published, phases_of
 from pipelines.counts import EpisodeCounts, StageCounts
 from rtpo_ray import algorithms
@@ -75,22 +75,13 @@ class Stages(Coordinator):
 
     def __init__(self, *steps):
         results = [UpdateResult(**{**dict.fromkeys(UpdateResult.__slots__, 0), "optimizer_steps": n, "refused": why}) for n, why in steps]
-        gang = SimpleNamespace(counts=lambda blocks: StageCounts(), update=lambda *args: results.pop(0), start_checkpoint=lambda path: None,
+        gang = SimpleNamespace(update=lambda *args: results.pop(0), start_checkpoint=lambda path: None,
                                finish_checkpoint=lambda: None)
         super().__init__(config=Config(), algorithm=algorithms.make("rtpo", {}), pool=None, gang=gang, publisher=None)
         self._folder, self.pushed = "", 0
 
-    def _ready(self, rollouts):
-        pass
-
-    def _joining(self):
-        return nullcontext()
-
-    def _collection(self):
-        return None
-
-    def _busy(self):
-        return 0.0
+    def _occupancy(self):
+        return {}
 
     def _retired(self):
         return {}
@@ -107,8 +98,9 @@ class Stages(Coordinator):
     ([(0, "samples a")], 0), ([(0, "gradient norm"), (0, "")], 0),  # refused at the first step
     ([(1, "samples a")], 1),  # refused at the second: the first has moved the weights
     ([(2, ""), (0, ""), (1, "")], 2)])
-def test_a_stage_that_took_no_step_pushes_nothing(monkeypatch, steps, pushed):
-    monkeypatch.setattr("actors.coordinator.stage_samples", lambda *args: [])
+def test_a_stage_that_took_no_step_pushes_nothing(steps, pushed):
     made = Stages(*steps)
-    hashes = [made._stage(0, 0, Stage(turn=0, n_siblings=4), None, EpisodeCounts())["weights_hash"] for _ in steps]
+    taken = Taken(counts=StageCounts(), waited=0.0, overlapped=0.0)
+    trunks = Trunks(episodes=None, counts=EpisodeCounts(), seconds={}, taken=taken)
+    hashes = [made._stage(0, 0, Stage(turn=0, n_siblings=4), trunks)["weights_hash"] for _ in steps]
     assert (made.pushed, hashes) == (pushed, ["ab" if taken else None for taken, _ in steps])
