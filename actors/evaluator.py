@@ -94,8 +94,9 @@ class Evaluator:
             raise ConservationError(f"{name}: {asked} episodes were asked for, {counts.episodes} came back")
 
     def _blocks(self, rollouts: int) -> int:
-        """Of a batch with so many: one that fills a generator each, and some for every generator and every learner rank."""
-        return max(self._most, self._config.learner.ranks, math.ceil(rollouts / self._config.generators.max_num_seqs))
+        """Of a batch with so many: one that fills a generator each, some for every learner rank, and for every generator as many as for others."""
+        blocks = max(self._config.learner.ranks, math.ceil(rollouts / self._config.generators.max_num_seqs))
+        return math.ceil(blocks / self._most) * self._most
 
     def _ready(self, rollouts: int) -> None:
         """As many generators as so many rollouts deserve are there or asked for; whoever does not serve the present version is brought to it."""
@@ -130,7 +131,8 @@ class Evaluator:
     def _collection(self) -> Collection:
         sampling = self._config.sampling
         return Collection(pool=self._pool, version=self._version, retries=sampling.retries, deadline=time.time() + sampling.stage_timeout,
-                          concurrency=sampling.concurrency or 2 * self._most, home=self._home(), patience=self._patience)
+                          concurrency=sampling.concurrency or 2 * self._most, home=self._home(), patience=self._patience,
+                          in_order=sampling.in_order)
 
     def _home(self) -> str:
         """The node on which Ray Data stays: nodes of generators come and go."""

@@ -50,6 +50,7 @@ class Collection:
     retries: int
     deadline: float  # time.time() after which the step gives up
     concurrency: int = 4  # blocks that wait for a generator or are sampled at once; each is a process
+    in_order: bool = True  # whether a block waits for those before it, so that the learner adds up the same sums in every run
     patience: float = 150.0  # seconds for the pool to answer what it can answer at once
     home: str = ""  # id of the node on which all of this runs and what it makes stays; empty: any
 
@@ -80,11 +81,10 @@ def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Col
 
 
 def stage_samples(trunks: ray.data.MaterializedDataset, stage: Stage, method: AlgorithmConfig, ask: Ask, collection: Collection) -> Iterator[Block]:
-    """Packed SAMPLES rows of one stage, block by block in the order of the trunks, each as soon as its groups are complete. `method` is built
-    again where it is needed."""
+    """Packed SAMPLES rows of one stage, block by block, each as soon as its groups are complete. `method` is built again where it is needed."""
     options = {"concurrency": max(1, min(collection.concurrency, trunks.num_blocks())), **collection.task()}
     grow = {"stage": stage, "method": method, "ask": ask, "collection": collection}
-    with _streaming():
+    with _streaming(collection.in_order):
         samples = trunks.map_batches(_samples, fn_kwargs=grow, **options)
         samples.set_name("stage")
         yield from _blocks(samples)
@@ -96,7 +96,7 @@ def stage_of_episodes(
     """The same where a stage is made of whole episodes alone: these are sampled on the way, and are in the blocks too."""
     options = {"concurrency": min(collection.concurrency, blocks, max(1, len(tasks))), **collection.task()}
     play = {"stage": stage, "method": method, "ask": ask, "collection": collection}
-    with _streaming():
+    with _streaming(collection.in_order):
         samples = dataset(tasks, blocks).map_batches(_episodes_and_samples, fn_kwargs=play, **options)
         samples.set_name("stage")
         yield from _blocks(samples)
@@ -107,11 +107,11 @@ def _blocks(samples: ray.data.Dataset) -> Iterator[Block]:
 
 
 @contextmanager
-def _streaming() -> Iterator[None]:
-    """Ray Data hands on every row that a step yields at once, and in the order of the steps: otherwise a step's rows all come at its end."""
+def _streaming(in_order: bool) -> Iterator[None]:
+    """Ray Data hands on every row that a step yields at once, instead of all of a step's at its end; `in_order`: of the steps."""
     context = ray.data.DataContext.get_current()
     before = context.target_max_block_size, context.execution_options.preserve_order
-    context.target_max_block_size, context.execution_options.preserve_order = 1, True
+    context.target_max_block_size, context.execution_options.preserve_order = 1, in_order
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ FREE = ("run.name", "run.root", "run.resume", "run.experiment", "run.sweeps", "r
         "run.eval_tasks", "run.eval_samples", "run.eval_greedy", "run.checkpoint_every", "run.state_every", "run.keep_states", "run.overlap",
         "run.timeline", "run.aim", "cluster.",
         "environment.step_timeout",
-        "sampling.chunk_groups", "sampling.retries", "sampling.concurrency", "sampling.stage_timeout",
+        "sampling.chunk_groups", "sampling.in_order", "sampling.retries", "sampling.concurrency", "sampling.stage_timeout",
         "generators.min", "generators.max", "generators.release", "generators.lost_after",
         "generators.cpus", "generators.gpus", "generators.resource", "generators.threads", "generators.max_num_seqs", "generators.kv_cache_mb",
         "generators.gpu_memory_utilization", "learner.ranks", "learner.cpus", "learner.gpus", "learner.resource",
@@ -144,6 +144,8 @@ class SamplingConfig:
     max_response_tokens: int = opt(64, "longest response of a turn", least=1)
     overlong: str = opt("error", "a first context that leaves no room for a response", choices=("error", "drop"))
     chunk_groups: int = opt(8, "groups that go to the learner together, as soon as all of them are complete", least=1)
+    in_order: bool = opt(True, "groups go to the learner in the order of their trunks, so that the same seed gives the same sums to the last bit; "
+                         "with many generators, off overlaps more")
     retries: int = opt(1, "times that a failed group is tried again, elsewhere if possible", least=0)
     concurrency: int = opt(0, "blocks that are sampled at once, each by a process of about 160 MB beside the engines; 0: two a generator", least=0)
     stage_cap: float = opt(0.0, "seconds after which the rollouts of a stage that are still under way are cut, and their groups left out; 0: never",

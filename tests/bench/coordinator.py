@@ -28,11 +28,13 @@ os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYT
 os.environ.pop("RAY_ADDRESS", None)
 
 import psutil  # noqa: E402 - the variables above are read when Ray is imported
+import pytest  # noqa: E402
 import ray  # noqa: E402
 from noop import NoopGenerator, NoopRank  # noqa: E402
 
 from actors.cluster import KEEP_WORKERS, quiet_ray_data  # noqa: E402
 from actors.coordinator import Coordinator  # noqa: E402
+from actors.gang import Taken  # noqa: E402
 from actors.pool import GeneratorPool, PoolLimits  # noqa: E402
 from actors.publisher import AsLoaded  # noqa: E402
 from pipelines.counts import StageCounts  # noqa: E402

@@ -32,6 +32,9 @@ class NoopGenerator:
     async def alive(self):
         return 0.0
 
+    async def take_occupancy(self):
+        return {"slots": 1.0, "slot_seconds": 0.0, "open_seconds": 0.0, "demand_seconds": 0.0}
+
     async def episodes(self, tasks, ask):
         ids = [task for task in tasks["task_id"].to_pylist() for _ in range(ask.count)]
         names = [f"{task}/{number % ask.count}" for number, task in enumerate(ids)]

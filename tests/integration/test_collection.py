@@ -14,6 +14,7 @@ from actors.joining import joining
 from actors.publisher import AsLoaded
 from pipelines.collect import Ask, Collection, collect_episodes, count_rollouts, stage_samples
 from pipelines.counts import StageCounts, count_stage
+from pipelines.rows import unpack
 from rtpo_ray import algorithms
 from rtpo_ray.config import AlgorithmConfig
 from rtpo_ray.errors import CoordinatorLost
@@ -39,7 +40,7 @@ def stage(pool, made, turn, **options):
 
 
 def tables(blocks):
-    return [ray.get(block) for block in blocks]
+    return [unpack(ray.get(block)) for block in blocks]
 
 
 def rows(blocks):
@@ -89,7 +90,7 @@ def test_blocks_arrive_while_others_still_sample(pool_of, tmp_path):
     made = trunks(pool, 3)
     (tmp_path / "open").unlink()
     blocks = stage(pool, made, 0)
-    first = ray.get(next(blocks), timeout=50).to_pylist()  # the gate, and with it another block, is still shut
+    first = unpack(ray.get(next(blocks), timeout=50)).to_pylist()  # the gate, and with it another block, is still shut
     assert first and not any(row["rollout_id"].startswith("t5/") for row in first)
     (tmp_path / "open").touch()
     assert sorted(row["rollout_id"] for row in [*first, *rows(blocks)]) == expected(0)

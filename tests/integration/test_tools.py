@@ -13,7 +13,7 @@ from worlds import settings
 from actors.generator import Generator
 from pipelines.collect import Ask, collect_episodes, count_rollouts, stage_samples
 from pipelines.counts import StageCounts, count_stage
-from pipelines.rows import table_to_rollouts
+from pipelines.rows import table_to_rollouts, unpack
 from rtpo_ray import algorithms
 from rtpo_ray.config import AlgorithmConfig
 from rtpo_ray.engines.scripted import ScriptedEngine
@@ -67,7 +67,7 @@ def test_siblings_go_on_with_what_the_trunks_sandbox_held(cluster, sandbox):
     method = AlgorithmConfig(args={"n_siblings": 4})
     for turn in (3, 2, 1):
         (stage,) = [stage for stage in algorithms.build(method).stages(4) if stage.turn == turn]
-        blocks = [ray.get(block) for block in stage_samples(trunks, stage, method, Ask(seed=2, temperature=1.0), collection(pool))]
+        blocks = [unpack(ray.get(block)) for block in stage_samples(trunks, stage, method, Ask(seed=2, temperature=1.0), collection(pool))]
         found = sum(map(count_stage, blocks), StageCounts())
         assert (found.siblings, found.failed.total()) == (24, 0), found.failed
         assert 0 < found.successes < 24  # half of them say what the sandbox told, which is right at every boundary
