@@ -103,8 +103,8 @@ def fit(folder: str | Path, of: Callable[[Iterable[float]], float] = statistics.
 
 
 def overlaps(config: Config, method: Algorithm) -> bool:
-    """Whether the learner takes groups while others are sampled: of stages that sample, if the configuration says so."""
-    return method.branching and bool(getattr(config.run, "overlap", False))
+    """Whether the learner takes groups while others are sampled: if the configuration says so and their gradient adds up."""
+    return config.run.overlap and method.objective.adds_up
 
 
 def _levenberg_marquardt(residuals: Callable[[np.ndarray], np.ndarray], point: np.ndarray) -> np.ndarray:
@@ -134,7 +134,8 @@ def _start(config: Config, sweeps: Sequence[dict[str, Any]], of: Callable[[Itera
     learn = sum(_learning(stage) for stage in stages)
     positions = sum(stage["learner_tokens"] for stage in stages)
     machine = Machine(
-        slots=generators.max_num_seqs, cache_block=CPU_BLOCK if on_cpu else GPU_BLOCK, generator_threads=generators.threads if on_cpu else 1,
+        ordered=config.sampling.in_order, slots=generators.max_num_seqs,
+        cache_block=CPU_BLOCK if on_cpu else GPU_BLOCK, generator_threads=generators.threads if on_cpu else 1,
         learner_threads=learner.threads if on_cpu else 1, cores=os.cpu_count() or 1 if on_cpu else 0, crowding=crowding,
         step=3e-3, sequence=1e-4, turn=3e-4,
         learner_token=0.8 * learn / positions * learner.ranks, update=0.1 * learn / len(stages),

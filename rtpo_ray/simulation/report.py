@@ -90,7 +90,7 @@ def lines(what: Scene, found: Sequence[dict[str, Any]]) -> list[str]:
                  f"{1e6 * row['seconds'] / row['generated_tokens']:.2f}"]
         made.append("| " + " | ".join(cells) + " |")
     made += ["", f"GRPO samples {what.generated.n_trunks} chains a task, about as many tokens as RTPO, and with overlap learns tasks as they are "
-             f"complete (a run learns them once all are). RTPO's seconds a token over GRPO's "
+             f"complete. RTPO's seconds a token over GRPO's "
              f"({what.trained.n_trunks} chains for as many trained tokens):", "",
              "| overlap | generators | learners | at equal generated tokens | at equal trained tokens |", "|---|--:|--:|--:|--:|"]
     made += [f"| {'on' if row['overlap'] else 'off'} | {row['generators']} | {row['ranks']} | {row['grpo']['generated']:.2f} | "

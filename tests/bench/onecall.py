@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 
-from rtpo_ray.environments.base import Step
+from rtpo_ray.environments.base import Observation, Step
 from rtpo_ray.environments.lookup import Lookup
 
 
@@ -13,12 +14,19 @@ class OneCall(Lookup):
 
     Args:
     coin: the reward is a coin that the text decides, so that groups differ whatever a model says; for measurements of speed only.
+    rules: lines of a manual that come before every question, as the instructions of real agents do; some 55 tokens each for the tiny model.
     entities, relations: as Lookup's.
     """
 
-    def __init__(self, entities: int = 26, relations: int = 4, coin: bool = False) -> None:
+    def __init__(self, entities: int = 26, relations: int = 4, coin: bool = False, rules: int = 0) -> None:
         super().__init__(1, entities, relations)
-        self.coin = coin
+        self.coin, self.rules = coin, rules
+
+    def reset(self, seed: int) -> Observation:
+        """The question, after the manual."""
+        first = super().reset(seed)
+        manual = "".join(f"Rule {number}: ask for one relation at a time, and wait for what the tool says.\n" for number in range(self.rules))
+        return replace(first, text=manual + first.text)
 
     def check(self, max_turns: int) -> None:
         """One turn is enough."""

@@ -65,6 +65,7 @@ class Shape:
     tokens: int  # of the longest response
     endless: bool = False  # every response has that length
     turns: int = 1
+    rules: int = 0  # lines of a manual before every question
     model: str = ""  # GGUF file or folder; empty: the tiny model
     steps: int = 3  # of one turn of either side
     generators: int = 1
@@ -78,6 +79,7 @@ class Shape:
 SHAPES = {
     "short-64": Shape(what="one call of a tool, 12 tokens", completions=64, tokens=32, steps=6),
     "short-512": Shape(what="one call of a tool, 12 tokens", completions=512, tokens=32, steps=1),
+    "manual-64": Shape(what="32 tokens after instructions of some 700", completions=64, tokens=32, endless=True, rules=13),
     "hops-64": Shape(what="two look-ups and the answer, three turns", completions=64, tokens=32, turns=3),
     "hops-512": Shape(what="two look-ups and the answer, three turns", completions=512, tokens=32, turns=3, steps=1),
     "long-64": Shape(what="256 tokens", completions=64, tokens=256, endless=True, steps=1),
@@ -97,11 +99,12 @@ def environment(venv: Path) -> Path:
 
 def overrides(shape: Shape) -> list[str]:
     """Our configuration, all of it."""
-    tasks = ([f"environment.path={ROOT}/tests/bench/onecall.py:OneCall", *["environment.args.coin=true"] * shape.endless] if shape.turns == 1
+    tasks = ([f"environment.path={ROOT}/tests/bench/onecall.py:OneCall", *[f"environment.args.rules={shape.rules}"] * (shape.rules > 0),
+              *["environment.args.coin=true"] * shape.endless] if shape.turns == 1
              else ["environment.name=lookup", "environment.args.hops=2", "environment.args.entities=26"])
     optimizer = [f"learner.{key}={value}" for key, value in OPTIMIZER.items()]
     each = -(-shape.completions // shape.generators)
-    room = -(-(60 + shape.tokens + 40 * (shape.turns - 1)) // 32) * 32
+    room = -(-(60 + 60 * shape.rules + shape.tokens + 40 * (shape.turns - 1)) // 32) * 32
     return ["warm_start.noise=0.7", "warm_start.steps=300", *tasks, f"environment.max_turns={shape.turns}", "algorithm.name=grpo",
             f"algorithm.args.n_trunks={GROUP}", f"sampling.tasks_per_sweep={shape.completions // GROUP}", "sampling.temperature=1.0",
             f"sampling.max_response_tokens={shape.tokens}", f"generators.min={shape.generators}", "generators.cpus=0.25",
@@ -137,7 +140,7 @@ def model_of(shape: Shape, config: Config, scratch: Path) -> Path:
             raise FileNotFoundError(f"no SmolLM2-135M-Instruct in {cache}; train on it once: rtpo train --config conf/smollm2.yaml")
         folder = found.parent
     else:
-        folder = materialise(load_config(None, [*overrides(dataclasses.replace(shape, endless=False)), "cluster.address=elsewhere"]))
+        folder = materialise(load_config(None, [*overrides(dataclasses.replace(shape, endless=False, rules=0)), "cluster.address=elsewhere"]))
     return endless(folder, scratch / "endless") if shape.endless else folder
 
 
