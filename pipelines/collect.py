@@ -15,7 +15,6 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -77,6 +76,7 @@ def collect_episodes(tasks: Sequence[Task], name: str, ask: Ask, collection: Col
     rollouts = dataset(tasks, blocks).map_batches(_sample_tasks, fn_kwargs={"ask": ask, "collection": collection}, concurrency=at_once,
                                                   **collection.task())
     rollouts.set_name(name)
+    rollouts.context.execution_options.preserve_order = True  # of blocks: stages that take them in order would differ from run to run
     return rollouts.materialize()
 
 
@@ -84,10 +84,7 @@ def stage_samples(trunks: ray.data.MaterializedDataset, stage: Stage, method: Al
     """Packed SAMPLES rows of one stage, block by block, each as soon as its groups are complete. `method` is built again where it is needed."""
     options = {"concurrency": max(1, min(collection.concurrency, trunks.num_blocks())), **collection.task()}
     grow = {"stage": stage, "method": method, "ask": ask, "collection": collection}
-    with _streaming(collection.in_order):
-        samples = trunks.map_batches(_samples, fn_kwargs=grow, **options)
-        samples.set_name("stage")
-        yield from _blocks(samples)
+    yield from _streamed(trunks.map_batches(_samples, fn_kwargs=grow, **options), collection.in_order)
 
 
 def stage_of_episodes(
@@ -96,26 +93,18 @@ def stage_of_episodes(
     """The same where a stage is made of whole episodes alone: these are sampled on the way, and are in the blocks too."""
     options = {"concurrency": min(collection.concurrency, blocks, max(1, len(tasks))), **collection.task()}
     play = {"stage": stage, "method": method, "ask": ask, "collection": collection}
-    with _streaming(collection.in_order):
-        samples = dataset(tasks, blocks).map_batches(_episodes_and_samples, fn_kwargs=play, **options)
-        samples.set_name("stage")
-        yield from _blocks(samples)
+    yield from _streamed(dataset(tasks, blocks).map_batches(_episodes_and_samples, fn_kwargs=play, **options), collection.in_order)
 
 
-def _blocks(samples: ray.data.Dataset) -> Iterator[Block]:
+def _streamed(samples: ray.data.Dataset, in_order: bool) -> Iterator[Block]:
+    """The blocks of a stage: every row that a step yields is handed on at once, instead of all of a step's at its end; `in_order`: of the steps.
+
+    Both are said to this dataset alone. The process's own context is that of evaluations too, whose episodes of a task must stay in one block, and
+    a dataset no longer looks at it once it is made, as trunks are.
+    """
+    samples.set_name("stage")
+    samples.context.target_max_block_size, samples.context.execution_options.preserve_order = 1, in_order
     return itertools.chain.from_iterable(bundle.block_refs for bundle in samples.iter_internal_ref_bundles())
-
-
-@contextmanager
-def _streaming(in_order: bool) -> Iterator[None]:
-    """Ray Data hands on every row that a step yields at once, instead of all of a step's at its end; `in_order`: of the steps."""
-    context = ray.data.DataContext.get_current()
-    before = context.target_max_block_size, context.execution_options.preserve_order
-    context.target_max_block_size, context.execution_options.preserve_order = 1, in_order
-    try:
-        yield
-    finally:
-        context.target_max_block_size, context.execution_options.preserve_order = before
 
 
 def count_rollouts(rollouts: Sequence[Block], timeout: float, keep: Path | None = None, home: str = "") -> EpisodeCounts:

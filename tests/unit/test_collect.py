@@ -6,6 +6,11 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
+import ray.data
+from ray.data._internal.logical.interfaces import LogicalPlan
+from ray.data._internal.logical.operators import InputData
+from ray.data._internal.stats import DatasetStats
+from ray.data.dataset import MaterializedDataset
 from ray.exceptions import GetTimeoutError, RayActorError
 from records import failed, group, sibling, trunk
 
@@ -337,3 +342,34 @@ def test_episodes_and_the_samples_that_are_made_of_them_come_together_as_tasks_a
 
 def test_an_empty_block_is_no_episodes():
     assert collect._count(pa.table({}), None).episodes == 0 and len(unpack(pa.table({}))) == len(unpack(pa.table({}), "episodes")) == 0
+
+
+def dataset_of_nothing():
+    """Already made, as trunks are; without Ray."""
+    context = ray.data.DataContext.get_current().copy()
+    context.target_max_block_size = None
+    return MaterializedDataset(LogicalPlan(InputData(input_data=[]), context), context, DatasetStats(metadata={}, parent=None))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_stage_is_streamed_and_nothing_that_is_made_beside_it_is(monkeypatch, in_order):
+    seen = []
+
+    def look(samples):
+        seen.append((samples.context.target_max_block_size, samples.context.execution_options.preserve_order))
+        beside = dataset_of_nothing().context  # an evaluation's, in another thread
+        seen.append((beside.target_max_block_size, beside.execution_options.preserve_order))
+        return iter(())
+
+    monkeypatch.setattr(ray.data.Dataset, "iter_internal_ref_bundles", look)
+    monkeypatch.setattr(collect, "dataset", lambda tasks, blocks: dataset_of_nothing())
+    where, ask = replace(collection(None), in_order=in_order), Ask(seed=0, temperature=1.0)
+    assert not list(collect.stage_samples(dataset_of_nothing(), Stage(turn=0, n_siblings=2), AlgorithmConfig(), ask, where))
+    assert not list(collect.stage_of_episodes([], Stage(), AlgorithmConfig(), ask, where, 1))
+    assert seen == 2 * [(1, in_order), (None, False)]
+
+
+def test_trunks_lie_in_the_order_of_their_tasks(monkeypatch):
+    monkeypatch.setattr(ray.data.Dataset, "materialize", lambda made: made.context.execution_options.preserve_order)
+    monkeypatch.setattr(collect, "dataset", lambda tasks, blocks: dataset_of_nothing())
+    assert collect.collect_episodes([], "trunks", Ask(seed=0, temperature=1.0), collection(None), 1)
