@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class LearnerGang:
     def __init__(self, config: Config, model_path: str, objective: Objective) -> None:
         self._config, self._model_path, self._objective = config, model_path, objective
         self._timeout = config.learner.timeout
+        self._order = threading.Lock()
         self.generation = 0  # how often the gang was started; weight channels do not outlive it
         self._place()
         self._start()
@@ -90,7 +92,7 @@ class LearnerGang:
             turn = number % len(self.ranks)
             counted.append(self.ranks[turn].receive.remote(block))
             if stream and turn == len(self.ranks) - 1:
-                added += [rank.accumulate.remote() for rank in self.ranks]
+                added += self.call("accumulate")
         came = time.perf_counter()
         counts = sum(self._answers(counted, "take a stage's samples"), StageCounts())
         seconds = sum(self._answers(added, "add up a stage's gradient")) / len(self.ranks)
@@ -118,8 +120,14 @@ class LearnerGang:
     def load_checkpoint(self, path: str) -> None:
         self._all("load_checkpoint", path)
 
+    def call(self, method: str, *args: Any) -> list[ray.ObjectRef]:
+        """Of every rank, without waiting. Two threads call (one hands over samples, one brings a late generator to the weights), and every rank must
+        get their collectives in the same order, or the ranks wait for each other."""
+        with self._order:
+            return [getattr(rank, method).remote(*args) for rank in self.ranks]
+
     def _all(self, method: str, *args: Any) -> list[Any]:
-        return self._answers([getattr(rank, method).remote(*args) for rank in self.ranks], method)
+        return self._answers(self.call(method, *args), method)
 
     def _answers(self, refs: list[ray.ObjectRef], what: str) -> list[Any]:
         """Raises LearnerLost when a rank died or does not answer, and what a rank raised."""

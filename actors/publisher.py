@@ -163,7 +163,7 @@ class WeightPublisher:
 
     def _attempt(self, version: int, members: dict[str, Any]) -> Attempt:
         """One broadcast to `members`, who are connected."""
-        sending = [rank.send_weights.remote(version) for rank in self._gang.ranks]
+        sending = self._gang.call("send_weights", version)
         answers, failed = self._collect({name: generator.receive_weights.remote() for name, generator in members.items()})
         try:
             digest, times = ray.get(sending, timeout=2 * self._config.timeout)[0]
