@@ -145,9 +145,9 @@ def rank_memory(
         the root        (2 c + 4) of its trained parameters: gradients of head and embedding, and the reduction's input.
     activations    what autograd keeps of all layers, or with `recompute` their inputs, and of what follows them.
 
-    Not in it: the masks of siblings with long common contexts (C shared tokens and T new ones below them: c T (C + T), once for all layers)
-    and the keys that are there again for them, the CUDA context and NCCL's buffers (about 1 GB a GPU), and what the allocator loses to
-    fragments.
+    Not in it: the masks of siblings with long common contexts (C shared tokens and T new ones below them: c T (C + T) for each of the heads
+    that share keys, once for all layers) and the keys that are there again for them, the CUDA context and NCCL's buffers (about 1 GB a GPU),
+    and what the allocator loses to fragments.
     """
     c = BYTES[dtype]
     share = size.trained / size.held
