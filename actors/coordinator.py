@@ -21,9 +21,10 @@ import json
 import math
 import time
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as futures_wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class Trunks:
     episodes: ray.data.MaterializedDataset | None  # where they lie; None: only in the samples that were taken
     counts: EpisodeCounts
     seconds: dict[str, float]  # by phase
+    occupancy: dict[str, float | None] = field(default_factory=dict)
     taken: Taken | None = None  # by the learner, of a stage that is made of them alone
 
 BARREN_SWEEPS = 3  # sweeps in a row without any trunk that end a run: whatever breaks them is there to stay
@@ -145,7 +147,7 @@ class Coordinator(Evaluator):
                  "trunk_success": rate(counts.successes, counts.judged),
                  "trunk_turns_mean": rate(counts.turns, counts.judged), "trunk_ends": dict(counts.ends), "failed": dict(counts.failed),
                  "failed_first": counts.failed_first, "generated_tokens": counts.generated_tokens, "weight_version": self._at.version,
-                 "retired": self._retired(), "seconds": _phases(spent, time.perf_counter() - started)}
+                 "occupancy": trunks.occupancy, "retired": self._retired(), "seconds": _phases(spent, time.perf_counter() - started)}
         self._keep_timeline(sweep, began)
         yield self._commit(event, sweep=sweep + 1, stage=-1)
         self._save_for_good()
@@ -157,7 +159,8 @@ class Coordinator(Evaluator):
             episodes = read_episodes(trunks_folder(self._folder, sweep), self._home())
             counts = count_rollouts(episodes.to_arrow_refs(), self._config.sampling.stage_timeout, home=self._home())
             return Trunks(episodes=episodes, counts=counts, seconds={})
-        self.doing.now(f"sweep {sweep}, trunks: {method.n_trunks} of {self._config.sampling.tasks_per_sweep} tasks each")
+        beside = ", beside an evaluation" if evaluate else ""
+        self.doing.now(f"sweep {sweep}, trunks: {method.n_trunks} of {self._config.sampling.tasks_per_sweep} tasks each{beside}")
         batch = self._tasks.training(sweep, self._config.sampling.tasks_per_sweep)
         ask = self._ask("trunks", sweep, count=method.n_trunks, keep_boundaries=method.branching)
         trunks, event = self._episodes(batch, ask, kept, evaluate)
@@ -181,8 +184,15 @@ class Coordinator(Evaluator):
             judged = beside.submit(self._judge, self._at.sweep, self._at.tokens) if evaluate else None
             play = self._play_and_take if self._takes_at_once else self._play_trunks
             trunks = play(batch, self._capped(ask), keep)
-            event = None if judged is None else {**judged.result(self._config.sampling.stage_timeout), "retired": self._retired()}
-        return replace(trunks, seconds={**trunks.seconds, "generate": self._busy()}), event
+            event = None if judged is None else {**self._result(judged), "retired": self._retired()}
+        return replace(trunks, seconds={**trunks.seconds, "generate": self._busy()}, occupancy=self._occupancy()), event
+
+    def _result(self, judged: Future[Event]) -> Event:
+        """Of an evaluation beside the trunks, which has deadlines of its own: for what is sampled and what is played greedily."""
+        seconds = 2 * (self._config.sampling.stage_timeout + self._config.cluster.patience)
+        if not futures_wait([judged], seconds).done:
+            raise DeadlineExceeded(f"waited {seconds:g} s for the evaluation beside the trunks of sweep {self._at.sweep}")
+        return judged.result()
 
     @property
     def _takes_at_once(self) -> bool:
@@ -391,4 +401,4 @@ def _finite(value: float) -> float | None:
 def _phases(spent: list[dict[str, float]], total: float) -> dict[str, float]:
     """Seconds by phase, the total and `other`: what is none of generating, learning or broadcasting. `overlapped`: learning meanwhile."""
     named = {phase: sum(part.get(phase, 0.0) for part in spent) for phase in ("generate", "credit", "overlapped", "learn", "broadcast")}
-    return {**named, "other": total - named["generate"] - named["learn"] - named["broadcast"], "total": total}
+    return {**named, "other": max(0.0, total - named["generate"] - named["learn"] - named["broadcast"]), "total": total}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from rtpo_ray.errors import DeadlineExceeded, LearnerLost
 from rtpo_ray.types import UpdateResult
 
 LEARNERS = "rtpo-learners"  # name of the placement group
+AHEAD = 2  # rounds of gradients that ranks may have before them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +87,19 @@ class LearnerGang:
 
     def take(self, blocks: Iterable[ray.ObjectRef], stream: bool) -> Taken:
         """Hand a stage's blocks to the ranks in turn, as they come. `stream`: once every rank has another one, gradients are added up, if the
-        objective allows it."""
+        objective allows it; the next block waits while more than `AHEAD` of these rounds are under way, so that nothing else queues behind many."""
         stream = stream and self._objective.adds_up
-        counted, added = list[ray.ObjectRef](), list[ray.ObjectRef]()
+        counted, rounds, seconds = list[ray.ObjectRef](), deque[list[ray.ObjectRef]](), 0.0
         for number, block in enumerate(blocks):
             turn = number % len(self.ranks)
             counted.append(self.ranks[turn].receive.remote(block))
             if stream and turn == len(self.ranks) - 1:
-                added += self.call("accumulate")
+                rounds.append(self.call("accumulate"))
+                if len(rounds) > AHEAD:
+                    seconds += max(self._answers(rounds.popleft(), "add up a stage's gradient"))
         came = time.perf_counter()
         counts = sum(self._answers(counted, "take a stage's samples"), StageCounts())
-        seconds = sum(self._answers(added, "add up a stage's gradient")) / len(self.ranks)
+        seconds += sum(max(self._answers(each, "add up a stage's gradient")) for each in rounds)
         waited = time.perf_counter() - came
         return Taken(counts=counts, waited=waited, overlapped=max(0.0, seconds - waited))
 

@@ -214,6 +214,10 @@ class Generator:
             if rollout.end == "overlong" and not rollout.turns and self._overlong == "error":
                 raise ValueError(f"the first context leaves no room for a response in generators.max_model_len ({self._settings.max_model_len}); "
                                  "raise it, or set sampling.overlong=drop to count and skip such tasks")
+        except asyncio.CancelledError:
+            if episode is not None:
+                await episode.close()
+            raise
         except Exception as error:  # noqa: BLE001 - anything may come out of a user's environment
             rollout = failed_rollout(rollout_id, task_id, self._conceal(f"{type(error).__name__}: {error}"))
         try:

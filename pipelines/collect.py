@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import ray
 import ray.data
 from pyarrow import feather
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from pipelines.branching import assemble, requests
 from pipelines.counts import EpisodeCounts, count_episodes
@@ -221,7 +221,7 @@ def sample(method: str, rows: pa.Table, ask: Ask, collection: Collection) -> Ite
                     table = table.filter(pa.array([value not in bad for value in table[key].to_pylist()]))
                 if len(table):
                     yield table
-        except (RayActorError, GetTimeoutError) as error:
+        except (RayActorError, GetTimeoutError, ObjectLostError) as error:  # lost: what a generator made was still on its node
             reported = collection.pool.report.remote(lease.member, f"{type(error).__name__}: {_first_line(error)}")
             _answer(reported, collection.patience, "to take a generator out of service")
             deaths += 1

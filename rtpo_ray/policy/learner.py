@@ -110,17 +110,18 @@ class Learner:
         NonFiniteUpdate.
         """
         open_step, self._open_step = self._open_step, None
-        everywhere = self._check(samples, open_step.names if open_step else set())
-        with self.raised_together():
-            if everywhere and n_groups < 1:
-                raise ValueError(f"n_groups is {n_groups} with samples {', '.join(everywhere[:3])}; expected at least 1")
-        if self.objective.adds_up:
-            open_step = open_step or Accumulation(self)
-            open_step.add(samples, everywhere)
-            result, any_samples = open_step.finish(n_groups), bool(open_step.names)
-        else:
-            result, any_samples = Update(self, samples, n_groups, n_rollouts, seed).run(), bool(everywhere)
-        self._count_refusal(result.refused, any_samples)
+        with self._no_rest():
+            everywhere = self._check(samples, open_step.names if open_step else set())
+            names = [*(open_step.names if open_step else ()), *everywhere]
+            if names and n_groups < 1:
+                raise ValueError(f"n_groups is {n_groups} with samples {', '.join(names[:3])}; expected at least 1")
+            if self.objective.adds_up:
+                open_step = open_step or Accumulation(self)
+                open_step.add(samples, everywhere)
+                result = open_step.finish(n_groups)
+            else:
+                result = Update(self, samples, n_groups, n_rollouts, seed).run()
+        self._count_refusal(result.refused, bool(names))
         return result
 
     def accumulate(self, samples: Sequence[Sample]) -> None:
@@ -130,8 +131,18 @@ class Learner:
             raise ValueError("accumulate was called for an objective whose gradient does not add up; give all samples to update")
         open_step = self._open_step or Accumulation(self)
         self._open_step = None
-        open_step.add(samples, self._check(samples, open_step.names))
+        with self._no_rest():
+            open_step.add(samples, self._check(samples, open_step.names))
         self._open_step = open_step
+
+    @contextmanager
+    def _no_rest(self) -> Iterator[None]:
+        """A block whose exception leaves nothing of a gradient."""
+        try:
+            yield
+        except Exception:
+            self._optimizer.zero_grad()
+            raise
 
     def fills_a_micro_batch(self, samples: Sequence[Sample]) -> bool:
         """Whether some rank's samples are enough for one: fewer would be computed at a worse pace."""
@@ -141,15 +152,11 @@ class Learner:
         return bool(tokens >= self._config.micro_batch_tokens)
 
     def _check(self, samples: Sequence[Sample], before: set[str]) -> list[str]:
-        """Ids of the samples of all ranks, which are usable and none of them in `before`. After what it raises nothing is left of a gradient."""
-        try:
-            with self.raised_together():
-                check_samples(samples, self._config.micro_batch_tokens)
-            everywhere = [name for names in self.gather([sample.sample_id for sample in samples]) for name in names]
-            check_unique([*everywhere, *before.intersection(everywhere)])  # not all of `before`, which is counted once a round
-        except Exception:
-            self._optimizer.zero_grad()
-            raise
+        """Ids of the samples of all ranks, which are usable and none of them in `before`."""
+        with self.raised_together():
+            check_samples(samples, self._config.micro_batch_tokens)
+        everywhere = [name for names in self.gather([sample.sample_id for sample in samples]) for name in names]
+        check_unique([*everywhere, *before.intersection(everywhere)])  # not all of `before`, which is counted once a round
         return everywhere
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rtpo_ray.config import load_config
 
 ROOT = Path(__file__).parents[2]
-FILES = {"config.yaml", "metrics.jsonl", "ledger.sqlite", "final", "states", "trunks", "aim-run", ".lock"}
+FILES = {"config.yaml", "metrics.jsonl", "ledger.sqlite", "final", "timeline", "states", "trunks", "aim-run", ".lock"}
 
 
 def events(folder):

@@ -22,7 +22,7 @@ STAGE = {"kind", "sweep", "turn", "groups", "siblings", "success", "zero_advanta
 STAGE_TOO = {"k3", "failed_first", "trained", "clip_fraction", "optimizer_steps", "refused", "trained_tokens", "learner_tokens", "unique_tokens",
              "weights_hash", "probe_gap", "retired", "unsaved", "time", "shareable_prompt_tokens", "occupancy", "push"}
 SWEEP = {"kind", "sweep", "tasks", "trunk_success", "trunk_turns_mean", "seconds"}
-SWEEP_TOO = {"unsaved", "time", "retired", "trunk_ends", "failed", "failed_first", "generated_tokens", "weight_version"}
+SWEEP_TOO = {"occupancy", "unsaved", "time", "retired", "trunk_ends", "failed", "failed_first", "generated_tokens", "weight_version"}
 EVAL = {"kind", "sweep", "tokens", "tasks", "success", "success_greedy", "turns_mean", "tool_calls_mean", "malformed_calls", "ends"}
 EVAL_TOO = {"success_low", "success_high", "samples", "return_mean", "executed_calls", "failed_calls", "truncation_rate", "tokens_per_success",
             "unsaved", "time", "retired", "weight_version", "failed", "failed_first", "seconds"}
