@@ -174,7 +174,7 @@ class GeneratorPool:
 
     async def lease(self, version: int, rollouts: int, avoid: tuple[str, ...], patience: float, prefer: str = "") -> Lease:
         """The least loaded member that serves `version` and has room, others than `avoid` if there are; `prefer`, whose cache may have what the
-        rollouts start from, unless it has so many more to do than another. Raises NoGenerators when `patience`
+        rollouts start from, unless it has half as many more to do than another. Raises NoGenerators when `patience`
         (seconds) runs out, or at once when there is none and none is starting."""
         until = time.monotonic() + patience
         self._waiting += 1
@@ -193,7 +193,7 @@ class GeneratorPool:
                         continue  # the check above then says what was waited for
         finally:
             self._waiting -= 1
-        member = min(able, key=lambda m: (m.rollouts - rollouts * (m.name == prefer and m.name not in avoid), _number(m.name)))
+        member = min(able, key=lambda m: (m.rollouts - rollouts / 2 * (m.name == prefer and m.name not in avoid), _number(m.name)))
         member.leases, member.rollouts = member.leases + 1, member.rollouts + rollouts
         self._account()
         return Lease(member.name, member.generator)

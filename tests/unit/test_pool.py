@@ -120,15 +120,16 @@ def test_a_lease_waits_for_the_version_and_then_says_what_it_waited_for(killed):
     asyncio.run(scenario())
 
 
-def test_the_preferred_is_leased_unless_it_is_full_avoided_or_at_another_version(killed):
+def test_the_preferred_is_leased_unless_it_has_much_to_do_is_avoided_or_at_another_version(killed):
     async def scenario():
         pool = await serving(3)
-        assert [(await pool.lease(0, 90, (), 1, name(2))).member for _ in range(3)] == [name(2), name(2), name(0)]  # two fill it
-        await pool.release(name(2), 90)
-        assert (await pool.lease(0, 10, (name(2),), 1, name(2))).member == name(1)
+        assert [(await pool.lease(0, 40, (), 1, name(2))).member for _ in range(4)] == [name(2), name(0), name(1), name(2)]
+        assert (await pool.lease(0, 10, (name(2),), 1, name(2))).member == name(0)
         assert (await pool.lease(0, 10, (), 1, "rtpo-generator-9")).member == name(1)  # is gone
+        await pool.release(name(2), 80)
+        assert (await pool.lease(0, 10, (), 1, name(2))).member == name(2)
         await pool.serve(name(2), 1)
-        assert (await pool.lease(0, 10, (), 1, name(2))).member == name(1)
+        assert (await pool.lease(0, 10, (), 1, name(2))).member == name(0)
 
     asyncio.run(scenario())
 
