@@ -1,12 +1,12 @@
-# `make train` trains the quickstart, `make test` runs every test, `make bench` measures (most of an hour on two cores).
-# All set up the virtual environment first.
+# `make train` trains the quickstart, `make test` runs every test, `make bench` measures how fast everything is and `make bench-cluster` what is
+# lost when something dies (each most of an hour on two cores). All set up the virtual environment first.
 VENV ?= .venv
 PYTHON ?= python3.11
 RUN ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test lint bench venv
+.PHONY: train test lint bench bench-cluster venv
 
 train: $(READY)
 	$(BIN)/rtpo train --config conf/quickstart.yaml run.name=$(RUN) $(ARGS)
@@ -21,6 +21,9 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
+	for part in learner engine weights allocation cost peers growth simulation record; do $(BIN)/python tests/bench/$$part.py || exit 1; done
+
+bench-cluster: $(READY)
 	$(BIN)/python tests/bench/coordinator.py
 	$(BIN)/python tests/bench/recovery.py
 	$(BIN)/python tests/bench/chaos.py stages
