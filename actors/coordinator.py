@@ -34,7 +34,7 @@ from actors.evaluator import Evaluator, Event
 from actors.gang import LearnerGang, Taken
 from actors.publisher import Published, WeightPublisher
 from actors.waiting import answered, wait_for
-from pipelines.collect import Ask, count_rollouts, read_episodes, stage_of_episodes, stage_samples
+from pipelines.collect import Ask, EpisodeCounter, count_rollouts, read_episodes, stage_of_episodes, stage_samples
 from pipelines.counts import EpisodeCounts, StageCounts
 from pipelines.tasks import TaskSource
 from rtpo_ray.algorithms.base import Algorithm, Stage
@@ -208,9 +208,9 @@ class Coordinator(Evaluator):
         rollouts = len(batch) * ask.count
         (stage,) = self._algorithm.stages(self._config.environment.max_turns)
         blocks = stage_of_episodes(batch, stage, self._config.algorithm, ask, self._collection(), self._blocks(rollouts))
-        blocks, again = itertools.tee(blocks)
-        taken = self._gang.take(blocks, stream=True)
-        counts = count_rollouts(list(again), self._config.sampling.stage_timeout, keep, self._home())
+        counter = EpisodeCounter(keep, self._home())
+        taken = self._gang.take(counter.through(blocks), stream=True)
+        counts = counter.total(self._config.sampling.stage_timeout)
         self._check_episodes("trunks", rollouts, counts)
         return Trunks(episodes=None, counts=counts, taken=taken, seconds={"overlapped": taken.overlapped, "learn": taken.waited})
 

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -107,15 +107,36 @@ def _streamed(samples: ray.data.Dataset, in_order: bool) -> Iterator[Block]:
     return itertools.chain.from_iterable(bundle.block_refs for bundle in samples.iter_internal_ref_bundles())
 
 
-def count_rollouts(rollouts: Sequence[Block], timeout: float, keep: Path | None = None, home: str = "") -> EpisodeCounts:
-    """Counts of blocks of episodes, or of packed ones, made where the blocks are. `keep`: a folder in which the episodes are kept as well; `home`:
-    as of a Collection."""
-    if keep is not None:
-        shutil.rmtree(keep, ignore_errors=True)
-        keep.mkdir(parents=True)
-    count = ray.remote(num_cpus=0, **_stay(home))(_count)
-    parts = ray.get([count.remote(ref, keep and keep / f"{number:05d}.arrow") for number, ref in enumerate(rollouts)], timeout=timeout)
-    return sum(parts, EpisodeCounts())
+class EpisodeCounter:
+    """Counts blocks of episodes, or of packed ones, where they are, from the moment on that each is given.
+
+    keep: a folder in which the episodes are kept as well; home: as of a Collection.
+    """
+
+    def __init__(self, keep: Path | None = None, home: str = "") -> None:
+        if keep is not None:
+            shutil.rmtree(keep, ignore_errors=True)
+            keep.mkdir(parents=True)
+        self._keep, self._count = keep, ray.remote(num_cpus=0, **_stay(home))(_count)
+        self._parts: list[ray.ObjectRef] = []
+
+    def through(self, blocks: Iterable[Block]) -> Iterator[Block]:
+        """The blocks, counted as they come."""
+        for block in blocks:
+            self._parts.append(self._count.remote(block, self._keep and self._keep / f"{len(self._parts):05d}.arrow"))
+            yield block
+
+    def total(self, timeout: float) -> EpisodeCounts:
+        """Of all that came. `timeout`: seconds."""
+        return sum(ray.get(self._parts, timeout=timeout), EpisodeCounts())
+
+
+def count_rollouts(rollouts: Iterable[Block], timeout: float, keep: Path | None = None, home: str = "") -> EpisodeCounts:
+    """Counts of blocks that are there, as of an EpisodeCounter."""
+    counter = EpisodeCounter(keep, home)
+    for _ in counter.through(rollouts):
+        pass
+    return counter.total(timeout)
 
 
 def read_episodes(folder: Path, home: str = "") -> ray.data.MaterializedDataset:
