@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +30,7 @@ from typing import Any
 import ray.data
 
 from actors.evaluator import Evaluator, Event
+from actors.events import phases, stage_event, stage_name
 from actors.gang import LearnerGang, Taken
 from actors.publisher import Published, WeightPublisher
 from actors.waiting import answered, wait_for
@@ -44,7 +44,7 @@ from rtpo_ray.folders import write_whole
 from rtpo_ray.ledger import Ledger, Progress, state_folder, trunks_folder
 from rtpo_ray.reports.scores import rate
 from rtpo_ray.timeline import chrome_trace
-from rtpo_ray.types import Task, UpdateResult, derive_seed
+from rtpo_ray.types import Task, derive_seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class Coordinator(Evaluator):
                  "trunk_success": rate(counts.successes, counts.judged),
                  "trunk_turns_mean": rate(counts.turns, counts.judged), "trunk_ends": dict(counts.ends), "failed": dict(counts.failed),
                  "failed_first": counts.failed_first, "generated_tokens": counts.generated_tokens, "weight_version": self._at.version,
-                 "occupancy": trunks.occupancy, "retired": self._retired(), "seconds": _phases(spent, time.perf_counter() - started)}
+                 "occupancy": trunks.occupancy, "retired": self._retired(), "seconds": phases(spent, time.perf_counter() - started)}
         self._keep_timeline(sweep, began)
         yield self._commit(event, sweep=sweep + 1, stage=-1)
         self._save_for_good()
@@ -233,7 +233,7 @@ class Coordinator(Evaluator):
         done = time.perf_counter()
         spent = {**spent, "credit": counts.credit_seconds, "learn": spent.get("learn", 0.0) + learned - collected, "broadcast": done - learned}
         return stage_event(sweep, stage, counts, update, published) | {
-            "occupancy": self._occupancy(), "retired": self._retired(), "seconds": _phases([spent], done - started)}
+            "occupancy": self._occupancy(), "retired": self._retired(), "seconds": phases([spent], done - started)}
 
     def _collect(self, sweep: int, number: int, stage: Stage, trunks: Trunks) -> tuple[Taken, dict[str, float]]:
         """A stage's samples, sampled by the generators and taken by the learner, and the seconds by phase."""
@@ -368,37 +368,3 @@ class Coordinator(Evaluator):
                                     f"{dict(counts.filtered)} filtered + {dict(counts.failed)} failed")
         if not counts.versions <= {self._version}:
             raise WeightSyncError(f"{where}: siblings were sampled by weight versions {sorted(counts.versions)}; expected only {self._version}")
-
-
-def stage_name(stage: Stage) -> str:
-    return "all turns" if stage.turn is None else f"turn {stage.turn}"
-
-
-def stage_event(sweep: int, stage: Stage, counts: StageCounts, update: UpdateResult, published: Published | None) -> Event:
-    """The metrics of a stage, without its seconds. Rates are null when there is nothing to take them of."""
-    trained = update.tokens > 0
-    return {
-        "kind": "stage", "sweep": sweep, "turn": stage.turn, "groups": counts.groups, "siblings": counts.siblings,
-        "success": rate(counts.successes, counts.siblings), "zero_advantage_rate": rate(counts.groups - counts.informative_groups, counts.groups),
-        "weight_version": max(counts.versions, default=None), "generated_tokens": counts.generated_tokens, "prompt_tokens": counts.prompt_tokens,
-        "cached_prompt_tokens": counts.cached_prompt_tokens, "shareable_prompt_tokens": counts.shareable_prompt_tokens, "trained": counts.trained,
-        "filtered": dict(counts.filtered), "failed": dict(counts.failed), "failed_first": counts.failed_first,
-        "logprob_gap_mean": _finite(update.logprob_gap_mean) if trained else None,
-        "logprob_gap_max": _finite(update.logprob_gap_max) if trained else None,
-        "ratio_geomean": _finite(update.ratio_geomean) if trained else None, "k3": _finite(update.k3) if trained else None,
-        "clip_fraction": update.clip_fraction,
-        "loss": _finite(update.loss), "grad_norm": _finite(update.grad_norm), "optimizer_steps": update.optimizer_steps, "refused": update.refused,
-        "trained_tokens": update.tokens, "learner_tokens": update.learner_tokens, "unique_tokens": update.unique_tokens,
-        "weights_hash": published.hash if published else None, "probe_gap": published.probe_gap if published else None,
-        "push": {"bytes": published.bytes, **published.phases} if published else None}
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no NaN; a refused update says in words what was wrong."""
-    return value if math.isfinite(value) else None
-
-
-def _phases(spent: list[dict[str, float]], total: float) -> dict[str, float]:
-    """Seconds by phase, the total and `other`: what is none of generating, learning or broadcasting. `overlapped`: learning meanwhile."""
-    named = {phase: sum(part.get(phase, 0.0) for part in spent) for phase in ("generate", "credit", "overlapped", "learn", "broadcast")}
-    return {**named, "other": max(0.0, total - named["generate"] - named["learn"] - named["broadcast"]), "total": total}

@@ -10,7 +10,6 @@ samples fall in micro-batches or ranks.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,8 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
@@ -34,6 +31,7 @@ from rtpo_ray.errors import CheckpointError, ContextMismatch, NonFiniteUpdate, R
 from rtpo_ray.policy import lora, modeling
 from rtpo_ray.policy.accumulation import Accumulation
 from rtpo_ray.policy.batching import MicroBatch, check_samples, check_unique, computed_tokens, dummy, plan
+from rtpo_ray.policy.checkpoints import checkpoint_errors, replace_folder, swap_in, unfinished, whole
 from rtpo_ray.policy.update import Update
 from rtpo_ray.types import Sample, UpdateResult, context_hash
 from rtpo_ray.weights.hashing import TensorSpec
@@ -191,7 +189,7 @@ class Learner:
         for name, value in modeling.full_parameters(self.policy):
             if self.rank == 0:
                 state[name] = value.cpu()
-        self._on_rank_zero(lambda: _replace_folder(path, lambda temporary: self._write_export(temporary, state, tokenizer_path)))
+        self._on_rank_zero(lambda: replace_folder(path, lambda temporary: self._write_export(temporary, state, tokenizer_path)))
 
     def save_checkpoint(self, path: str) -> None:
         """Write what is trained (with adapters: these alone), optimizer and step count, sharded, replacing `path` when it exists. All ranks
@@ -208,9 +206,9 @@ class Learner:
         Raises CheckpointError of the one before.
         """
         self.finish_checkpoint()
-        temporary = _temporary(path)
+        temporary = unfinished(path)
         self._on_rank_zero(lambda: shutil.rmtree(temporary, ignore_errors=True))
-        with _checkpoint_errors(f"{path} could not be written"):
+        with checkpoint_errors(f"{path} could not be written"):
             writer = dcp.HuggingFaceStorageWriter(temporary, save_distributed=True)  # safetensors: to read it runs no code
             written = dcp.async_save(self._state(), storage_writer=writer, process_group=self._writers, async_stager=self._stager)
         self._writing = self._writer.submit(self._put_in_place, written, temporary, path)
@@ -225,10 +223,10 @@ class Learner:
     def _put_in_place(self, written: Any, temporary: str, path: str) -> None:
         """In the background: once every rank has written its shard, rank 0 moves the folder to where it is looked for."""
         try:
-            with _checkpoint_errors(f"{path} could not be written"):
+            with checkpoint_errors(f"{path} could not be written"):
                 written.result()
                 if self.rank == 0:
-                    _swap_in(temporary, path)
+                    swap_in(temporary, path)
         except CheckpointError:
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
@@ -243,9 +241,9 @@ class Learner:
         with self.raised_together():
             if not Path(path).is_dir():
                 raise CheckpointError(f"checkpoint {path} is not a folder; expected one that save_checkpoint wrote")
-            with _checkpoint_errors(f"{path} could not be read"):
-                reader = _whole(path)
-        with _checkpoint_errors(f"{path} could not be read"):
+            with checkpoint_errors(f"{path} could not be read"):
+                reader = whole(path)
+        with checkpoint_errors(f"{path} could not be read"):
             dcp.load(state, storage_reader=reader)  # parameters and moments are filled in place
         self.optimizer_steps = int(state["optimizer_steps"].item())
 
@@ -363,44 +361,3 @@ class Learner:
         with self.raised_together():
             if self.rank == 0:
                 action()
-
-
-def _whole(path: str) -> dcp.HuggingFaceStorageReader:
-    """The reader of a checkpoint of which no shard is missing: what lacks would keep its value, silently."""
-    reader = dcp.HuggingFaceStorageReader(path)
-    for name, tensor in reader.read_metadata().state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata), f"{name} is no tensor; safetensors hold nothing else"
-        found = sum(chunk.sizes.numel() for chunk in tensor.chunks)
-        if found != tensor.size.numel():
-            raise ValueError(f"{found:,} of {tensor.size.numel():,} numbers of {name} are there; a shard is missing")
-    return reader
-
-
-@contextmanager
-def _checkpoint_errors(what: str) -> Iterator[None]:
-    """Whatever storage raises, as a CheckpointError; the cause is chained."""
-    try:
-        yield
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{what}: {type(error).__name__}: {str(error).strip()}") from error
-
-
-def _temporary(path: str) -> str:
-    return f"{path.rstrip('/')}.writing"
-
-
-def _replace_folder(path: str, write: Callable[[str], None]) -> None:
-    """`write` a folder beside `path` and move it there, so that `path` is whole or absent at any time."""
-    temporary = _temporary(path)
-    shutil.rmtree(temporary, ignore_errors=True)
-    write(temporary)
-    _swap_in(temporary, path)
-
-
-def _swap_in(temporary: str, path: str) -> None:
-    old = f"{path.rstrip('/')}.old"
-    shutil.rmtree(old, ignore_errors=True)
-    if os.path.exists(path):
-        os.rename(path, old)
-    os.rename(temporary, path)
-    shutil.rmtree(old, ignore_errors=True)

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.coordinator import Coordinator, Trunks, _phases, stage_event, stage_name
+from actors.coordinator import Coordinator, Trunks
+from actors.events import phases, stage_event, stage_name
 from actors.publisher import Published
 from pipelines.counts import EpisodeCounts, StageCounts
 from rtpo_ray import algorithms
@@ -400,8 +401,8 @@ def test_rates_of_nothing_are_none():
 
 def test_phases_and_other_add_up_to_the_total():
     stage = {"generate": 2.0, "credit": 0.5, "overlapped": 1.5, "learn": 2.0, "broadcast": 1.0, "other": 9.0, "total": 9.0}
-    phases = _phases([{"generate": 1.0}, stage], 7.0)
-    assert phases == {"generate": 3.0, "credit": 0.5, "overlapped": 1.5, "learn": 2.0, "broadcast": 1.0, "other": 1.0, "total": 7.0}
+    found = phases([{"generate": 1.0}, stage], 7.0)
+    assert found == {"generate": 3.0, "credit": 0.5, "overlapped": 1.5, "learn": 2.0, "broadcast": 1.0, "other": 1.0, "total": 7.0}
 
 
 def update(**changes):
